@@ -300,7 +300,9 @@ class Run(Components):
             with last_backward, self.progress.phase("compute"):
                 inputs = batch.inputs.to(self.device, non_blocking=True)
                 labels = batch.labels.to(self.device, non_blocking=True)
-                losses.append((batch, self.model.forward_backward(inputs, labels)))
+                if (starts := batch.document_starts) is not None:
+                    starts = starts.to(self.device, non_blocking=True)
+                losses.append((batch, self.model.forward_backward(inputs, labels, starts)))
             if batch.ends_slot and batch.slot == slots[-1]:
                 break  # `batches` may go on: a round of semi-synchronous training has several steps
         with self.progress.phase("reduce"):
@@ -346,9 +348,10 @@ class Run(Components):
             for set_sums, loader in zip(sums, self.held_out.values(), strict=True):
                 for batch in loader.load(range(0, self.config.validation.steps * self.slot_size, self.slot_size)):
                     inputs, labels = batch.inputs.to(self.device), batch.labels.to(self.device)
+                    starts = None if batch.document_starts is None else batch.document_starts.to(self.device)
                     valid = labels[labels != IGNORED] if self.coordinate.counts_tokens else labels.new_empty(0)
                     count, size = torch.tensor(valid.numel(), device=self.device), token_bytes[valid].sum()
-                    set_sums += torch.stack((self.model.evaluate(inputs, labels).double(), count, size))
+                    set_sums += torch.stack((self.model.evaluate(inputs, labels, starts).double(), count, size))
             if self.world.world_size > 1:
                 dist.all_reduce(sums)
             sets = dict(zip(self.held_out, sums.cpu().tolist(), strict=True))  # syncs the device

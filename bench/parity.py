@@ -11,7 +11,7 @@ if all cases pass, 1 if not, 2 for bad input.
 Cases are all factorizations of a number of ranks over the axes, crossed sparsely with the options. A layout with one axis is run with
 defaults and with each option of that axis (HSDP's two axes count as one). A layout with several axes is run with defaults, and once with
 one option of every axis, in rotation, so that options are combined. Each layout gives two cases, with SGD and with AdamW, that have
-opposite choices of accumulation, vocabulary and chunks of the loss; with Muon only layouts without options are run.
+opposite choices of accumulation, vocabulary, chunks of the loss, and document masks; with Muon only layouts without options are run.
 """
 
 from __future__ import annotations
@@ -40,7 +40,19 @@ import torch
 
 from bench.job import ROOT
 from bench.pairs import markdown, parser, renew
-from bench.parity_worker import STEPS, Compared, OptimizerName, ParityCase, Seen, StepSeen, Task, alone, beside, build
+from bench.parity_worker import (
+    STEPS,
+    Compared,
+    Key,
+    OptimizerName,
+    ParityCase,
+    Seen,
+    StepSeen,
+    Task,
+    alone,
+    beside,
+    build,
+)
 from configs.load import load
 from parallelisms.activation_checkpoint import ActivationCheckpointConfig
 from parallelisms.expert import check_experts
@@ -146,13 +158,12 @@ class Proof:
 
     def __init__(self, task: Task, pool: Pool) -> None:
         self.task, self._pool = task, pool
-        self._truths: dict[tuple[int, OptimizerName], tuple[StepSeen, ...]] = {}
+        self._truths: dict[Key, tuple[StepSeen, ...]] = {}
 
     def truth(self, case: ParityCase) -> tuple[StepSeen, ...]:
-        key = case.vocab_size, case.optimizer
-        if key not in self._truths:
-            [self._truths[key]] = self._pool.run(1, alone, self.task, *key, timeout_s=CASE_TIMEOUT_S)
-        return self._truths[key]
+        if case.key not in self._truths:
+            [self._truths[case.key]] = self._pool.run(1, alone, self.task, case.key, timeout_s=CASE_TIMEOUT_S)
+        return self._truths[case.key]
 
     def verdict(self, case: ParityCase) -> ParityVerdict:
         began = time.monotonic()
@@ -196,7 +207,10 @@ OPTIONS = {  # by axis
     ),
     "dp_replicate": GROUPING,
     "dp_shard": (*RESHARDING, *GROUPING),
-    "cp": (Option("cp unbalanced", {"context_parallel_load_balancer": "none"}),),
+    "cp": (
+        Option("cp unbalanced", {"context_parallel_load_balancer": "none"}),
+        Option("cp ring", {"context_parallel_rotate_method": "ring"}),  # on a CPU with documents only
+    ),
     "tp": (Option("whole logits", {"disable_loss_parallel": True}),),
 }
 RECOMPUTATION = (
@@ -266,8 +280,9 @@ def _legal(task: Task, degrees: ParallelDims, options: tuple[Option, ...]) -> bo
 def _case(
     task: Task, degrees: ParallelDims, options: Sequence[Option], optimizer: OptimizerName, index: int
 ) -> ParityCase:
-    """Returns a case with the `index`th choice of accumulation, vocabulary and loss chunks for SGD, and the opposite choices for AdamW."""
-    halves, even, chunked = (bool(index >> bit & 1) != (optimizer == "AdamW") for bit in range(3))
+    """Returns a case with the `index`th choice of accumulation, vocabulary, loss chunks and documents for SGD, and the opposite choices for
+    AdamW; with the ring, always documents."""
+    halves, even, chunked, masked = (bool(index >> bit & 1) != (optimizer == "AdamW") for bit in range(4))
     microsteps = 2 if halves else 1
     local_batch_size = task.global_batch_size // (degrees.data_parallel * microsteps)
     # the largest number of stages, which DualPipeV requires
@@ -299,6 +314,7 @@ def _case(
         microsteps=microsteps,
         local_batch_size=local_batch_size,
         vocab_size=VOCABULARIES[even],
+        document_mask=masked or config.context_parallel_rotate_method == "ring",
     )
 
 
@@ -311,7 +327,8 @@ def _title(degrees: ParallelDims) -> str:
 
 
 HEAD = {  # columns of a line, and their widths
-    "layout": 56, "optimizer": 9, "batches": 7, "vocabulary": 10, "loss": 12, "differ": 7, "largest at": 38, "bound": 5, "s": 5, "result": 6
+    "layout": 56, "optimizer": 9, "batches": 7, "vocabulary": 10, "loss": 12, "documents": 9, "differ": 7, "largest at": 38, "bound": 5,
+    "s": 5, "result": 6,
 }  # fmt: skip
 
 
@@ -319,7 +336,8 @@ def row(verdict: ParityVerdict) -> tuple[str, ...]:
     """Returns the cells under HEAD."""
     case, worst, chunk = verdict.case, verdict.worst, verdict.case.layout.loss_chunk_tokens
     loss, result = f"by {chunk} tokens" if chunk else "whole", "FAIL" if verdict.problems else "pass"
-    settings = (case.title, case.optimizer, str(case.microsteps), str(case.vocab_size), loss)
+    documents = "masked" if case.document_mask else "-"
+    settings = (case.title, case.optimizer, str(case.microsteps), str(case.vocab_size), loss, documents)
     return (*settings, f"{worst.apart:.1e}", worst.what, f"{worst.bound:.0e}", f"{verdict.seconds:.1f}", result)
 
 

@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from bench.resume import checkpoint_values
 from ft.buckets import to_local
 from models.contract import ModelConfig, Router
-from parallelisms.context import pieces_of_ranks, positions
+from parallelisms.context import attentions, pieces_of_ranks, positions
 from parallelisms.fsdp import reshard_all
 from parallelisms.layout import ExecutionConfig
 from parallelisms.mesh import ParallelDims, build_mesh, degrees
@@ -34,6 +34,7 @@ from training.loss import IGNORED, cross_entropy_sum
 from training.optimizer import OptimizerConfig, build_optimizer, gradient_norm
 
 OptimizerName = Literal["SGD", "AdamW", "Muon"]
+Key = tuple[int, OptimizerName, bool]  # of a reference: vocabulary, optimizer, True for documents that are masked
 STEPS: dict[OptimizerName, int] = {"SGD": 3, "AdamW": 5, "Muon": 3}
 SGD_RATE = 0.1
 MARGIN = 5e-4  # of the k-th score over the next, in a router
@@ -50,17 +51,10 @@ class Task:
     seed: int
     folder: Path  # files of the references
 
-    def gradients(self, vocab_size: int, optimizer: OptimizerName) -> Path:
-        """File of the reference's gradients of all steps."""
-        return self.folder / f"{vocab_size}-{optimizer}-gradients.pt"
-
-    def choices(self, vocab_size: int, optimizer: OptimizerName, step: int) -> Path:
-        """File of a step's inputs and of the experts that the reference chooses for them; only for a model with routers."""
-        return self.folder / f"{vocab_size}-{optimizer}-choices-{step}.pt"
-
-    def weights(self, vocab_size: int, optimizer: OptimizerName, step: int) -> Path:
-        """Checkpoint of the reference's weights after `step` steps; 0: the seed checkpoint."""
-        return self.folder / f"{vocab_size}-{optimizer}-step-{step}"
+    def file(self, key: Key, what: str) -> Path:
+        """File or folder of a reference: "gradients" of all steps; "choices-N", the inputs of step N and the experts that the reference
+        chooses for them, if the model has routers; "step-N", a checkpoint of the weights after N steps, the seed checkpoint if N is 0."""
+        return self.folder / f"{'-'.join(map(str, key))}-{what}"
 
 
 @dataclass(frozen=True)
@@ -74,6 +68,11 @@ class ParityCase:
     microsteps: int  # forward-backwards of a step: gradient accumulation
     local_batch_size: int  # sequences of one forward-backward of one rank
     vocab_size: int
+    document_mask: bool
+
+    @property
+    def key(self) -> Key:
+        return self.vocab_size, self.optimizer, self.document_mask
 
     @property
     def degrees(self) -> ParallelDims:
@@ -112,38 +111,55 @@ class Seen:
     weights: tuple[Compared, ...] = ()  # Muon: each weight after all steps
 
 
-def batch(task: Task, vocab_size: int, optimizer: OptimizerName, step: int) -> tuple[Tensor, Tensor]:
-    """Returns inputs and labels [B, T] of a step. Sequences have different numbers of targets: one has none, one has all."""
+def batch(task: Task, key: Key, step: int) -> tuple[Tensor, ...]:
+    """Returns inputs and labels [B, T] of a step, and with documents where they start, as a model's forward takes them. Sequences have
+    different numbers of targets: one has none, one has all. Sequences have from one document to one for each token."""
     draws = torch.Generator().manual_seed(task.seed * 1000 + step)
     shape = (task.global_batch_size, task.seq_len)
-    inputs, labels = (torch.randint(0, vocab_size, shape, generator=draws) for _ in range(2))
+    inputs, labels = (torch.randint(0, key[0], shape, generator=draws) for _ in range(2))
     # number of ignored labels at the beginning of each sequence
     ignored = torch.randint(0, task.seq_len, (task.global_batch_size,), generator=draws)
     ignored[0], ignored[-1] = task.seq_len, 0
     labels[torch.arange(task.seq_len) < ignored.unsqueeze(1)] = IGNORED
-    if (choices := task.choices(vocab_size, optimizer, step)).exists():
+    if (choices := task.file(key, f"choices-{step}")).exists():
         inputs, _ = torch.load(choices)
-    return inputs, labels
+    if not key[2]:
+        return inputs, labels
+    share = torch.linspace(0, 1, task.global_batch_size)[:, None] ** 2  # of a sequence's tokens that begin a document
+    begins = torch.rand(shape, generator=draws) < share
+    return inputs, labels, torch.arange(task.seq_len).where(begins, 0).cummax(1).values
 
 
-def alone(task: Task, vocab_size: int, optimizer: OptimizerName) -> tuple[StepSeen, ...]:
+def plain_attention(q: Tensor, k: Tensor, v: Tensor, document_starts: Tensor) -> Tensor:
+    """Computes ops.causal_attention of the reference by torch's formula, with the whole mask."""
+    q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+    mask = (document_starts[:, :, None] == document_starts[:, None, :]).tril()  # [B, T, T]
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask[:, None], enable_gqa=True).transpose(1, 2)
+
+
+def alone(task: Task, key: Key) -> tuple[StepSeen, ...]:
     """Computes the reference: one process, plain modules, the whole batch at once, torch's mean loss. Writes its tensors to task.folder."""
+    vocab_size, optimizer, document_mask = key
     model = build(task, vocab_size)
+    if document_mask:
+        for attention in attentions(model, 1):
+            attention.attend = plain_attention
     model.init_weights(task.seed)
     rule = _optimizer(task, optimizer, [model])
     steps, gradients = list[StepSeen](), list[dict[str, Tensor]]()
 
     def keep_weights() -> None:
         state = {"model": ModelState([model]).state_dict()}
-        checkpoint_dcp.write(state, task.weights(vocab_size, optimizer, len(steps)), group=None)
+        checkpoint_dcp.write(state, task.file(key, f"step-{len(steps)}"), group=None)
 
     keep_weights()
     for step in range(STEPS[optimizer]):
         if routers([model]):
-            torch.save(clear_choices(task, model, vocab_size, step), task.choices(vocab_size, optimizer, step))
-        inputs, labels = batch(task, vocab_size, optimizer, step)
+            torch.save(clear_choices(task, model, key, step), task.file(key, f"choices-{step}"))
+        inputs, labels, *documents = batch(task, key, step)
         # A sum, as in training: what a model adds to the loss in its backward, such as a balance of experts, is one, too
-        loss = F.cross_entropy(model(inputs).flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="sum")
+        logits = model(inputs, **dict(zip(["document_starts"], documents, strict=False)))
+        loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="sum")
         loss.backward()
         tokens = (labels != IGNORED).sum().item()
         scale_gradients(list(model.parameters()), 1 / tokens)
@@ -155,7 +171,7 @@ def alone(task: Task, vocab_size: int, optimizer: OptimizerName) -> tuple[StepSe
         rule.step()
         rule.zero_grad()
         keep_weights()
-    torch.save(gradients, task.gradients(vocab_size, optimizer))
+    torch.save(gradients, task.file(key, "gradients"))
     return tuple(steps)
 
 
@@ -163,7 +179,7 @@ def routers(parts: Iterable[nn.Module]) -> list[tuple[str, Router]]:
     return [(name, module) for part in parts for name, module in part.named_modules() if isinstance(module, Router)]
 
 
-def clear_choices(task: Task, model: nn.Module, vocab_size: int, step: int) -> tuple[Tensor, dict[str, Tensor]]:
+def clear_choices(task: Task, model: nn.Module, key: Key, step: int) -> tuple[Tensor, dict[str, Tensor]]:
     """Draws inputs [B, T] for which each router of `model` chooses by a margin of more than MARGIN: rounding differs between layouts, and
     once a token goes to another expert nothing can be compared. Returns also the experts chosen, [B, T, k] by router."""
     draws, kept = torch.Generator().manual_seed(task.seed * 1000 + step), list[Tensor]()
@@ -178,7 +194,7 @@ def clear_choices(task: Task, model: nn.Module, vocab_size: int, step: int) -> t
     hooks = [router.register_forward_hook(partial(seen, name=name)) for name, router in routers([model])]
     with torch.no_grad():
         while sum(map(len, kept)) < task.global_batch_size:
-            inputs = torch.randint(0, vocab_size, (task.global_batch_size, task.seq_len), generator=draws)
+            inputs = torch.randint(0, key[0], (task.global_batch_size, task.seq_len), generator=draws)
             margins.clear()
             model(inputs)
             kept.append(inputs[torch.stack(margins).amin(0) > MARGIN])
@@ -226,13 +242,12 @@ def beside(task: Task, case: ParityCase) -> Seen:
 class Rank:
     def __init__(self, task: Task, case: ParityCase) -> None:
         self.task, self.case = task, case
-        self.folder = partial(task.weights, case.vocab_size, case.optimizer)  # of the reference's weights after a step
         self.coordinate = case.degrees.coordinate(dist.get_rank())
         count = task.global_batch_size // case.degrees.data_parallel
         self.mine = slice(
             self.coordinate.dp_rank * count, (self.coordinate.dp_rank + 1) * count
         )  # of the step's sequences
-        self.truth: list[dict[str, Tensor]] = torch.load(task.gradients(case.vocab_size, case.optimizer))
+        self.truth: list[dict[str, Tensor]] = torch.load(task.file(case.key, "gradients"))
         with torch.device("meta"):
             model = build(task, case.vocab_size)
         mesh, device = build_mesh(case.degrees, "cpu"), torch.device("cpu")
@@ -243,7 +258,7 @@ class Rank:
     def rerouted(self) -> list[str]:
         """Runs the first step's forward, and returns the routers that choose other experts than the reference's for any token."""
         case, at, chosen = self.case, self.coordinate, dict[str, list[Tensor]]()
-        choices = self.task.choices(case.vocab_size, case.optimizer, 0)
+        choices = self.task.file(case.key, "choices-0")
         if not choices.exists():
             return []
         _, expected = torch.load(choices)
@@ -251,9 +266,8 @@ class Rank:
         for name, router in routers(self.parallel.parts):
             chosen[name] = []
             hooks.append(router.register_forward_hook(partial(_append_choice, chosen[name])))
-        inputs, labels = self.rows(0)
-        for x, y in zip(inputs.split(case.local_batch_size), labels.split(case.local_batch_size), strict=True):
-            self.parallel.evaluate(x, y)
+        for microbatch in self.microbatches(0):
+            self.parallel.evaluate(*microbatch)
         reshard_all(self.parallel.parts)
         for hook in hooks:
             hook.remove()
@@ -270,13 +284,13 @@ class Rank:
 
     def moves(self) -> list[Compared]:
         """Compares the change of each weight since the seed checkpoint."""
-        before, after = (checkpoint_values(self.folder(step)) for step in (0, len(self.truth)))
+        before, after = (checkpoint_values(self.reference(step)) for step in (0, len(self.truth)))
         moved = ((name, _whole(p.detach()) - before[f"model.{name}"]) for name, p in self._parameters())
         return list(_compare(moved, {name: after[f"model.{name}"] - before[f"model.{name}"] for name in self.truth[0]}))
 
     def weights(self) -> list[Compared]:
         """Compares each weight after all steps."""
-        after = checkpoint_values(self.folder(len(self.truth)))
+        after = checkpoint_values(self.reference(len(self.truth)))
         found = ((name, _whole(p.detach())) for name, p in self._parameters())
         return list(_compare(found, {name: after[f"model.{name}"] for name in self.truth[0]}))
 
@@ -286,7 +300,7 @@ class Rank:
         live = state.state_dict()
         for value in live.values():
             to_local(value).fill_(nan)  # values that the checkpoint does not fill fail the comparison
-        folder, group = self.folder(step), dist.group.WORLD if self.case.world_size > 1 else None
+        folder, group = self.reference(step), dist.group.WORLD if self.case.world_size > 1 else None
         metadata = checkpoint_dcp.read_metadata(folder)
         filled, misfits, _ = checkpoint_dcp.fit({"model": live}, metadata, wanted={"model"}, exclude=(), exact=True)
         if problem := "; ".join(misfits) or checkpoint_dcp.read(filled, folder, group=group):
@@ -295,13 +309,10 @@ class Rank:
 
     def forward_backward(self, step: int) -> StepSeen:
         """Computes this rank's sequences, all-reduces, and divides once, as train.py; without clipping, which would hide a wrong scale."""
-        case = self.case
-        inputs, labels = self.rows(step)
-        size = case.local_batch_size
         loss_sum, tokens = torch.zeros((), dtype=torch.float64), 0
-        for x, y in zip(inputs.split(size), labels.split(size), strict=True):
-            loss_sum += self.parallel.forward_backward(x, y).double()
-            tokens += int((y != IGNORED).sum()) if self.coordinate.counts_tokens else 0
+        for microbatch in self.microbatches(step):
+            loss_sum += self.parallel.forward_backward(*microbatch).double()
+            tokens += int((microbatch[1] != IGNORED).sum()) if self.coordinate.counts_tokens else 0
         sums = torch.stack((loss_sum, torch.tensor(tokens).double()))
         dist.all_reduce(sums)
         loss, divisor = sums.tolist()
@@ -311,10 +322,13 @@ class Rank:
         gradients = ((name, _whole(p.grad)) for name, p in self._parameters() if p.grad is not None)
         return StepSeen(loss / divisor, divisor, norm, tuple(_compare(gradients, self.truth[step])))
 
-    def rows(self, step: int) -> tuple[Tensor, Tensor]:
-        """Returns inputs and labels of this rank's sequences."""
-        inputs, labels = batch(self.task, self.case.vocab_size, self.case.optimizer, step)
-        return inputs[self.mine], labels[self.mine]
+    def microbatches(self, step: int) -> Iterator[tuple[Tensor, ...]]:
+        """Yields inputs and labels, and with documents where they start, of this rank's sequences."""
+        whole = batch(self.task, self.case.key, step)
+        yield from zip(*(rows[self.mine].split(self.case.local_batch_size) for rows in whole), strict=True)
+
+    def reference(self, step: int) -> Path:
+        return self.task.file(self.case.key, f"step-{step}")
 
     def _parameters(self) -> list[tuple[str, nn.Parameter]]:
         """Returns (name in the unsharded model, parameter): a tied one once, but each copy of two stages."""

@@ -9,9 +9,9 @@ gpu.py starts the same sides.
 
 A setting is a list of flags: bf16 (autocast in a peer) or bf16 weights or fp32; compile, or compile=BACKEND; checkpoint (half of the
 matmuls and all of attention are saved, in torchtitan by code of this repository that does the same as its own; transformers recomputes
-whole blocks); and only for pharos chunked=8192 (logits of that many tokens at once), float8, and muon in place of AdamW. Weights of pharos
-are initialized on the device, as their bits do not matter. Each side has its own interpreter, so that a peer's process imports only torch
-and that peer.
+whole blocks); and only for pharos chunked=8192 (logits of that many tokens at once), documents=64 (masked, of that length), float8, and
+muon in place of AdamW. Weights of pharos are initialized on the device, as their bits do not matter. Each side has its own interpreter, so
+that a peer's process imports only torch and that peer.
 
 On the CPU pharos makes the C library keep freed memory (parallelisms/device.py). For the same in the peers:
 --env MALLOC_MMAP_THRESHOLD_=1073741824 MALLOC_TRIM_THRESHOLD_=1073741824
@@ -159,8 +159,12 @@ def pharos(sizes: dict[str, int], setting: str, device: torch.device, cleanup: E
     schedule = LRSchedulerConfig(warmup_steps=0, decay_ratio=0.0)
     optimizer_step = OptimizerStep(optimizer, parameters, settings, schedule, TrainingConfig(), Progress())
 
+    length = int(flags.get("documents", sizes["seq"]))
+    starts = (torch.arange(sizes["seq"], device=device) // length * length).expand(sizes["batch"], -1)
+    more = [starts] if "documents" in flags else []
+
     def step(inputs: Tensor, labels: Tensor) -> None:
-        parallel.forward_backward(inputs, labels)
+        parallel.forward_backward(inputs, labels, *more)
         optimizer_step.step(0, labels.numel())
 
     return step, parameters

@@ -12,6 +12,7 @@ import re
 import tempfile
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import suppress
+from inspect import signature
 
 import torch
 from torch.torch_version import TorchVersion
@@ -168,7 +169,8 @@ def _check_layouts(config: RunConfig, device_type: str) -> Iterator[str]:
             f"float8.enable = true: parallelism.tensor_parallel_degree = {tp} shards layers, which torchao does not support; "
             "set it to false"
         )
-    if device_type != "cuda" and parallelism.context_parallel_rotate_method == "ring":
+    ring = parallelism.context_parallel_rotate_method == "ring"
+    if device_type != "cuda" and ring and not config.training.document_mask:
         yield (
             'parallelism.context_parallel_rotate_method = "ring": torch supports it only with CUDA\'s attention kernels, and there is no '
             'CUDA device here; nearest: "allgather"'
@@ -401,6 +403,11 @@ def _check_model(config: RunConfig, world_size: int) -> None:
 
         check_plan(config.meta_model(vocab_size), degrees(config.parallelism, world_size))
     model = config.meta_model(vocab_size)
+    if training.document_mask and "document_starts" not in signature(model.forward).parameters:
+        raise ValueError(
+            f'training.document_mask = true: the forward of model.name = "{config.model.name}" takes no document_starts '
+            "(models/contract.py); set it to false"
+        )
     if config.parallelism.expert_parallel_degree > 1 or has_experts(model):
         from parallelisms.expert import check_experts
 

@@ -33,6 +33,7 @@ _IDENTITY = (
     "training.skip",
     "training.seq_len",
     "training.global_batch_size",
+    "training.document_mask",
     "training.max_norm",
     "training.on_spike",
     "training.spike_",
@@ -53,6 +54,7 @@ _GONE = "no such key"
 _UPDATE_RULE = (
     "optimizer.",
     "lr_scheduler.",
+    "training.document_mask",
     "training.max_norm",
     "training.on_spike",
     "training.spike_",

@@ -49,13 +49,21 @@ class Model(nn.Module):
     tied: bool = False  # embedding and head share one parameter, tok_embeddings.weight
 
     def forward(
-        self, x: Tensor, cache: Any = None, *, labels: Tensor | None = None, positions: Tensor | None = None
+        self,
+        x: Tensor,
+        cache: Any = None,
+        *,
+        labels: Tensor | None = None,
+        positions: Tensor | None = None,
+        document_starts: Tensor | None = None,
     ) -> Tensor:
         """Takes tokens [B, T] int64, or the hidden state [B, T, C] of the previous stage. Returns logits [B, T, V] in the compute dtype
         (the loss upcasts); with `labels` [B, T] the sum of the losses; in a stage without the head the hidden state.
 
         `cache`: from `new_cache`; these tokens are appended to it. `positions` [T] int64: of these tokens in the sequence; None:
-        consecutive, from 0 or after the cache. Each attention calls `self.attend(q, k, v)`, which context parallelism replaces."""
+        consecutive, from 0 or after the cache. Each attention calls `self.attend(q, k, v, document_starts)`, which context parallelism
+        replaces. `document_starts` [B, T] int64, without a cache: for each token the position in the sequence of the first token of its
+        document, which is the first that it attends to, and from which its own position counts."""
         raise NotImplementedError
 
     def init_weights(self, seed: int) -> None:

@@ -29,78 +29,97 @@ class BlockedCausalAttention(Function):
     fp32. Heads that share a key head are rows of one matmul, so that keys and values are not repeated."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        ctx.save_for_backward(q, k, v)
-        return cast(Tensor, CPU_ATTENTION(q, k, v))
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, document_starts: Tensor | None) -> Tensor:
+        ctx.save_for_backward(q, k, v, document_starts)
+        return cast(Tensor, CPU_ATTENTION(q, k, v, document_starts))
 
     @staticmethod
-    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        q, k, v = ctx.saved_tensors
-        heads = _Heads(q, k, v)
+    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+        q, k, v, document_starts = ctx.saved_tensors
+        heads = _Heads(q, k, v, document_starts)
         grad_out = grad_out.reshape(heads.q.shape)
         grad_q = torch.empty_like(heads.q)  # [B * K, G, T, D]
         grad_k = torch.zeros_like(heads.k, dtype=torch.float32)  # [B * K, S, D]; each block of queries adds to it
         grad_v = torch.zeros_like(grad_k)
-        for part, rows, seen in heads.blocks():
+        for part, rows, keys in heads.blocks():
             queries = heads.q[part, :, rows].flatten(1, 2)  # [P, G * t, D]
             grads = grad_out[part, :, rows].flatten(1, 2)  # [P, G * t, D]
-            weights = heads.probabilities(queries, part, seen)  # [P, G * t, seen]
-            grad_v[part, :seen] += weights.transpose(1, 2) @ grads
-            grad_weights = grads @ heads.v[part, :seen].transpose(1, 2)
+            weights = heads.probabilities(queries, part, rows, keys)  # [P, G * t, seen]
+            grad_v[part, keys] += weights.transpose(1, 2) @ grads
+            grad_weights = grads @ heads.v[part, keys].transpose(1, 2)
             grad_scores = torch._softmax_backward_data(grad_weights, weights, -1, q.dtype)
-            grad_k[part, :seen] += _scaled_bmm(grad_scores.transpose(1, 2), queries, heads.scale)
-            grad_q[part, :, rows] = heads.split_heads(_scaled_bmm(grad_scores, heads.k[part, :seen], heads.scale))
-        return grad_q.view(q.shape), grad_k.view(k.shape).to(k.dtype), grad_v.view(v.shape).to(v.dtype)
+            grad_k[part, keys] += _scaled_bmm(grad_scores.transpose(1, 2), queries, heads.scale)
+            grad_q[part, :, rows] = heads.split_heads(_scaled_bmm(grad_scores, heads.k[part, keys], heads.scale))
+        return grad_q.view(q.shape), grad_k.view(k.shape).to(k.dtype), grad_v.view(v.shape).to(v.dtype), None
 
 
-def attention_forward(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Returns attention [B, H, T, D] of q [B, H, T, D], k and v [B, K, S, D]."""
-    heads = _Heads(q, k, v)
+def attention_forward(q: Tensor, k: Tensor, v: Tensor, document_starts: Tensor | None = None) -> Tensor:
+    """Returns attention [B, H, T, D] of q [B, H, T, D], k and v [B, K, S, D]; document_starts [B, T]: see ops.causal_attention."""
+    heads = _Heads(q, k, v, document_starts)
     out = torch.empty_like(heads.q)  # [B * K, G, T, D]
-    for part, rows, seen in heads.blocks():
-        weights = heads.probabilities(heads.q[part, :, rows].flatten(1, 2), part, seen)
-        out[part, :, rows] = heads.split_heads(weights @ heads.v[part, :seen])
+    for part, rows, keys in heads.blocks():
+        weights = heads.probabilities(heads.q[part, :, rows].flatten(1, 2), part, rows, keys)
+        out[part, :, rows] = heads.split_heads(weights @ heads.v[part, keys])
     return out.view(q.shape)
+
+
+def first_keys(document_starts: Tensor, size: int) -> list[list[int]]:
+    """Returns, by sequence, the first key that any query of each block of `size` sees; document_starts [B, T] do not decrease. --explain,
+    whose tensors have no values, puts zeros in its place."""
+    return cast(list[list[int]], document_starts[:, ::size].tolist())
 
 
 # A custom operation, so that activation checkpointing keeps its result instead of those of the matmuls inside.
 _LIBRARY = torch.library.Library("pharos", "DEF")
-_LIBRARY.define("causal_attention(Tensor q, Tensor k, Tensor v) -> Tensor")
+_LIBRARY.define("causal_attention(Tensor q, Tensor k, Tensor v, Tensor? document_starts) -> Tensor")
 _LIBRARY.impl("causal_attention", attention_forward, "CPU")
-_LIBRARY.impl("causal_attention", lambda q, k, v: torch.empty_like(q), "Meta")  # shape inference
+_LIBRARY.impl("causal_attention", lambda q, k, v, document_starts: torch.empty_like(q), "Meta")  # shape inference
 CPU_ATTENTION = torch.ops.pharos.causal_attention.default
 
 
 class _Heads:
     """q, k, v of one attention call with B and K as one batch dim, and the iteration over their blocks."""
 
-    def __init__(self, q: Tensor, k: Tensor, v: Tensor) -> None:
+    def __init__(self, q: Tensor, k: Tensor, v: Tensor, document_starts: Tensor | None) -> None:
         batch, n_kv_heads, n_keys, width = k.shape
         self.q = q.reshape(batch * n_kv_heads, -1, q.shape[2], width)  # [B * K, G, T, D]
         self.k, self.v = k.reshape(-1, n_keys, width), v.reshape(-1, n_keys, width)  # [B * K, S, D]
         self.scale = width**-0.5
         self.mask = q.new_full((_QUERY_BLOCK, _QUERY_BLOCK), -math.inf).triu_(1)
+        self.n_kv_heads, self.document_starts = n_kv_heads, document_starts
 
-    def blocks(self) -> Iterator[tuple[slice, slice, int]]:
-        """Yields (slice of B * K, slice of queries, number of keys of the last query), with about _SCORE_BYTES of scores each."""
+    def blocks(self) -> Iterator[tuple[slice, slice, slice]]:
+        """Yields (slice of B * K, slice of queries, slice of the keys that any of them sees), with about _SCORE_BYTES of scores each; with
+        documents, the heads of a block are of one sequence."""
         n_heads, group, n_queries, _ = self.q.shape
-        n_keys = self.k.shape[1]
-        step = max(1, _SCORE_BYTES // max(1, group * _QUERY_BLOCK * n_keys * self.q.element_size()))
-        for first in range(0, n_heads, step):
-            for start in range(0, n_queries, _QUERY_BLOCK):
-                end = min(start + _QUERY_BLOCK, n_queries)
-                yield slice(first, first + step), slice(start, end), n_keys - n_queries + end
+        queries = [slice(start, min(start + _QUERY_BLOCK, n_queries)) for start in range(0, n_queries, _QUERY_BLOCK)]
+        before, together = self.k.shape[1] - n_queries, n_heads
+        firsts = [[0] * len(queries)]
+        if self.document_starts is not None:
+            firsts, together = first_keys(self.document_starts, _QUERY_BLOCK), self.n_kv_heads
+        for sequence, first in enumerate(firsts):
+            keys = [slice(key, before + rows.stop) for key, rows in zip(first, queries, strict=True)]
+            most = max((each.stop - each.start for each in keys), default=1)
+            step = max(1, _SCORE_BYTES // max(1, group * _QUERY_BLOCK * most * self.q.element_size()))
+            end = (sequence + 1) * together
+            for head in range(sequence * together, end, step):
+                for rows, seen in zip(queries, keys, strict=True):
+                    yield slice(head, min(head + step, end)), rows, seen
 
     def split_heads(self, x: Tensor) -> Tensor:
         """Reshapes x [P, G * t, ...] to [P, G, t, ...]: the queries of all heads of a group are rows of one matmul."""
         return x.view(x.shape[0], self.q.shape[1], -1, x.shape[-1])
 
-    def probabilities(self, queries: Tensor, part: slice, seen: int) -> Tensor:
-        """Returns the softmax of the scores of queries [P, G * t, D] on the first `seen` keys, [P, G * t, seen]; causal in the last t."""
-        scores = _scaled_bmm(queries, self.k[part, :seen].transpose(1, 2), self.scale)
+    def probabilities(self, queries: Tensor, part: slice, rows: slice, keys: slice) -> Tensor:
+        """Returns the softmax of the scores of queries [P, G * t, D] on `keys`, [P, G * t, seen]; causal in the last t."""
+        scores = _scaled_bmm(queries, self.k[part, keys].transpose(1, 2), self.scale)
         by_head = self.split_heads(scores)  # [P, G, t, seen]
         size = by_head.shape[2]
-        by_head[..., seen - size :].add_(self.mask[:size, :size])
+        by_head[..., -size:].add_(self.mask[:size, :size])
+        if self.document_starts is not None:
+            starts = self.document_starts[part.start // self.n_kv_heads, rows]  # [t]
+            last = int(starts[-1])  # from there on all queries see the keys before them
+            by_head[..., : last - keys.start].masked_fill_(torch.arange(keys.start, last) < starts[:, None], -math.inf)
         return torch.softmax(scores, -1)
 
 

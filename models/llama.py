@@ -119,12 +119,22 @@ class Llama(Model):
         )  # [T, D/2, 2]
 
     def forward(
-        self, x: Tensor, cache: Cache | None = None, *, labels: Tensor | None = None, positions: Tensor | None = None
+        self,
+        x: Tensor,
+        cache: Cache | None = None,
+        *,
+        labels: Tensor | None = None,
+        positions: Tensor | None = None,
+        document_starts: Tensor | None = None,
     ) -> Tensor:  # tokens [B, T], or [B, T, C] in a later stage
-        freqs_cis = self.freqs_cis if positions is None else self.freqs_cis[positions]  # [T, D/2, 2]
+        if document_starts is not None:
+            if positions is None:
+                positions = torch.arange(document_starts.shape[1], device=document_starts.device)
+            positions = positions - document_starts  # [B, T], which restart at each document
+        freqs_cis = self.freqs_cis if positions is None else self.freqs_cis[positions]  # [T, D/2, 2], or with B
         h = self.tok_embeddings(x) if self.tok_embeddings is not None else x  # [B, T, C]
         for name, block in self.layers.items():
-            h = block(h, freqs_cis, cache[name] if cache is not None else None)
+            h = block(h, freqs_cis, cache[name] if cache is not None else None, document_starts)
         h = self.norm(h) if self.norm is not None else h
         return self.output(h, labels=labels) if self.output is not None else h  # [B, T, V], or the loss
 
@@ -165,8 +175,10 @@ class Block(nn.Module):
         self.ffn_norm = RMSNorm(config.dim, config.norm_eps)
         self.feed_forward = FeedForward(config)
 
-    def forward(self, h: Tensor, freqs_cis: Tensor, cache: LayerCache | None = None) -> Tensor:  # [B, T, C]
-        h = h + self.attention(self.attention_norm(h), freqs_cis, cache)
+    def forward(
+        self, h: Tensor, freqs_cis: Tensor, cache: LayerCache | None = None, document_starts: Tensor | None = None
+    ) -> Tensor:  # [B, T, C]
+        h = h + self.attention(self.attention_norm(h), freqs_cis, cache, document_starts)
         return h + self.feed_forward(self.ffn_norm(h))
 
 
@@ -180,14 +192,16 @@ class Attention(nn.Module):
         self.wo = nn.Linear(config.n_heads * self.head_dim, config.dim, bias=False)
         self.attend = ops.causal_attention  # context parallelism replaces it
 
-    def forward(self, x: Tensor, freqs_cis: Tensor, cache: LayerCache | None = None) -> Tensor:  # [B, T, C]
+    def forward(
+        self, x: Tensor, freqs_cis: Tensor, cache: LayerCache | None = None, document_starts: Tensor | None = None
+    ) -> Tensor:  # [B, T, C]
         q, k, v = self.project(x)
         start = cache.length if cache is not None else 0
-        freqs = freqs_cis[start : start + q.shape[1]]  # [T, D/2, 2]
+        freqs = freqs_cis[..., start : start + q.shape[1], :, :]  # [T, D/2, 2], or with B
         q, k = ops.rope(q, freqs), ops.rope(k, freqs)
         if cache is not None:
             k, v = cache.append(k, v)  # [B, start + T, K, D]
-        out = self.attend(q, k, v)  # [B, T, H, D]
+        out = self.attend(q, k, v, document_starts)  # [B, T, H, D]
         return self.wo(out.flatten(-2))  # [B, T, C]
 
     def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:  # [B, T, C]

@@ -23,6 +23,7 @@ KEPT = {
     _ATEN._scaled_dot_product_efficient_attention.default,
     _ATEN._scaled_dot_product_cudnn_attention.default,
     _ATEN._scaled_dot_product_flash_attention_for_cpu.default,
+    torch.ops.higher_order.flex_attention,
     ops.cpu_kernels.CPU_ATTENTION,
     torch.ops._c10d_functional.reduce_scatter_tensor.default,
     _ATEN.max.default,  # for the scales of float8

@@ -20,9 +20,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from models import ops
 from models.contract import Model
+from parallelisms.expert import AllToAll
 from parallelisms.mesh import ParallelismConfig
 
-Attend = Callable[[Tensor, Tensor, Tensor], Tensor]  # q [B, T, H, D], k and v [B, T, K, D] -> [B, T, H, D]
+# q [B, T, H, D], k and v [B, T, K, D], document_starts [B, T] or None -> [B, T, H, D]
+Attend = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
 
 
 def apply_context_parallel(
@@ -56,9 +58,9 @@ def pieces_of_ranks(cp: int, load_balancer: str) -> list[list[int]]:
     return [[rank, 2 * cp - 1 - rank] if load_balancer == "headtail" else [rank] for rank in range(cp)]
 
 
-def positions(pieces: list[list[int]], seq_len: int) -> list[Tensor]:
+def positions(pieces: list[list[int]], seq_len: int, device: torch.device | None = None) -> list[Tensor]:
     """Returns the positions in the sequence of each rank's tokens, in the order of its pieces: [T] int64 for each."""
-    by_piece = torch.arange(seq_len).chunk(sum(map(len, pieces)))
+    by_piece = torch.arange(seq_len, device=device).chunk(sum(map(len, pieces)))
     return [torch.cat([by_piece[piece] for piece in mine]) for mine in pieces]
 
 
@@ -69,15 +71,16 @@ def gathering_attention(mesh: DeviceMesh, pieces: list[list[int]]) -> Attend:
     as_gathered = [piece for rank_pieces in pieces for piece in rank_pieces]
     in_order = [as_gathered.index(piece) for piece in range(len(as_gathered))]
 
-    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attend(q: Tensor, k: Tensor, v: Tensor, document_starts: Tensor | None = None) -> Tensor:
         local = torch.stack((k, v), dim=2).transpose(0, 1)  # [T, B, 2, K, D]
         parts = cast(Tensor, _GatherSequence.apply(local, cp, group)).chunk(len(in_order))
         whole = torch.cat([parts[index] for index in in_order])  # [S, B, 2, K, D]
         k, v = whole.transpose(0, 1).unbind(2)  # [B, S, K, D]
         size = whole.shape[0] // len(in_order)
         ends = [(piece + 1) * size for piece in mine]
-        pairs = zip(q.split(size, dim=1), ends, strict=True)
-        return torch.cat([ops.causal_attention(q, k[:, :end], v[:, :end]) for q, end in pairs], dim=1)
+        starts = [None] * len(mine) if document_starts is None else document_starts.split(size, dim=1)
+        queries = zip(q.split(size, dim=1), ends, starts, strict=True)
+        return torch.cat([ops.causal_attention(q, k[:, :end], v[:, :end], first) for q, end, first in queries], dim=1)
 
     return attend
 
@@ -100,15 +103,18 @@ class _GatherSequence(Function):
 
 
 def ring_attention(mesh: DeviceMesh, pieces: list[list[int]]) -> Attend:
-    """Returns torch's experimental ring attention (Liu et al. 2023, arXiv 2310.01889): keys and values are sent from rank to rank, and no
-    rank has those of the whole sequence. For CUDA's fused kernels only."""
+    """Returns ring attention (Liu et al. 2023, arXiv 2310.01889): keys and values are sent from rank to rank. It is torch's experimental
+    one, in which no rank has those of the whole sequence, for CUDA's fused kernels only. With documents, which that cannot mask:
+    `ring_of_documents`."""
     from torch.distributed.tensor.experimental import _context_parallel as torch_cp
 
     torch_cp.set_rotate_method("alltoall")
     torch_cp._cp_options.enable_load_balance = len(pieces[0]) > 1  # with pieces as in pieces_of_ranks
     torch_cp._enable_context_parallel_dispatcher()
 
-    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attend(q: Tensor, k: Tensor, v: Tensor, document_starts: Tensor | None = None) -> Tensor:
+        if document_starts is not None:
+            return ring_of_documents(q, k, v, document_starts, mesh, pieces)
         grouped = q.shape[2] != k.shape[2]
         q, k, v = (DTensor.from_local(x.transpose(1, 2), mesh, [Shard(2)], run_check=False) for x in (q, k, v))
         with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]):  # supported ones
@@ -116,3 +122,24 @@ def ring_attention(mesh: DeviceMesh, pieces: list[list[int]]) -> Attend:
         return cast(DTensor, out).to_local().transpose(1, 2)
 
     return attend
+
+
+def ring_of_documents(
+    q: Tensor, k: Tensor, v: Tensor, document_starts: Tensor, mesh: DeviceMesh, pieces: list[list[int]]
+) -> Tensor:
+    """Computes the attention of this rank's queries [B, T, H, D] to each rank's keys and values as they arrive from the previous rank, for
+    any device. The backward has those of all ranks, unless activation checkpointing recomputes the attention."""
+    cp, rank, group = mesh.size(), mesh.get_local_rank(), mesh.get_group().group_name
+    places = positions(pieces, cp * q.shape[1], q.device)
+    sent, received = ([2 * (other == peer % cp) for other in range(cp)] for peer in (rank + 1, rank - 1))
+    pair = torch.stack((k, v))  # [2, B, T, K, D]
+    out, log_sum = ops.attention_to_part(q, k, v, document_starts, places[rank], places[rank])  # its own key: finite
+    out = out.float()
+    for distance in range(1, cp):
+        pair = cast(Tensor, AllToAll.apply(pair, received, sent, group))
+        arrived, (k, v) = places[rank - distance], pair.unbind()
+        part, part_log_sum = ops.attention_to_part(q, k, v, document_starts, places[rank], arrived)
+        total = torch.logaddexp(log_sum, part_log_sum)
+        out = out * (log_sum - total).exp().unsqueeze(-1) + part * (part_log_sum - total).exp().unsqueeze(-1)
+        log_sum = total
+    return out.to(q.dtype)

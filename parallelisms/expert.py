@@ -56,18 +56,18 @@ def exchanging(experts: Experts, ep: int, group: str) -> Callable[[Tensor, Tenso
         )  # by rank, then by expert
         sizes = torch.stack((counts, arriving)).unflatten(1, (ep, per_rank)).sum(2)  # [2, ep]
         sent, received = ops.host_sizes(sizes, len(rows))
-        rows = cast(Tensor, _AllToAll.apply(rows, received, sent, group))  # by rank, then by expert
+        rows = cast(Tensor, AllToAll.apply(rows, received, sent, group))  # by rank, then by expert
         expert = torch.arange(per_rank, device=rows.device).repeat(ep)
         order = expert.repeat_interleave(arriving, output_size=len(rows)).argsort(
             stable=True
         )  # by expert, then by rank
         rows = experts(rows[order], arriving.unflatten(0, (ep, per_rank)).sum(0))
-        return cast(Tensor, _AllToAll.apply(rows[order.argsort()], sent, received, group))
+        return cast(Tensor, AllToAll.apply(rows[order.argsort()], sent, received, group))
 
     return dispatch
 
 
-class _AllToAll(Function):
+class AllToAll(Function):
     """All-to-all of rows: `sent[r]` of them go to rank r, `received[r]` come from it, in the order of the ranks; its backward is the same
     in the other direction."""
 

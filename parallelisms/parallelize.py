@@ -98,17 +98,19 @@ class NoPipeline:
         """`parts`: the model on this rank. `shard_sequence`: selects this rank's tokens of [B, T]. Without `reports_loss` the loss is 0."""
         self.parts, self.reports_loss, self._shard_sequence = parts, reports_loss, shard_sequence
 
-    def forward_backward(self, inputs: Tensor, labels: Tensor) -> Tensor:
+    def forward_backward(self, inputs: Tensor, labels: Tensor, document_starts: Tensor | None = None) -> Tensor:
         """Runs forward and backward on tokens and labels [B, T] of this rank's sequences, adding to gradients. Returns this rank's term of
-        the loss sum, which is the sum of the terms of all ranks."""
+        the loss sum, which is the sum of the terms of all ranks. document_starts [B, T]: see models.contract.Model.forward."""
         [model] = self.parts
-        loss_sum = model(self._shard_sequence(inputs), labels=self._shard_sequence(labels))
+        more = {} if document_starts is None else {"document_starts": self._shard_sequence(document_starts)}
+        loss_sum = model(self._shard_sequence(inputs), labels=self._shard_sequence(labels), **more)
         loss_sum.backward()
         return loss_sum.detach() if self.reports_loss else torch.zeros_like(loss_sum)
 
     @torch.no_grad()
-    def evaluate(self, inputs: Tensor, labels: Tensor) -> Tensor:
+    def evaluate(self, inputs: Tensor, labels: Tensor, document_starts: Tensor | None = None) -> Tensor:
         """Returns the same term without computing gradients."""
         [model] = self.parts
-        loss_sum = model(self._shard_sequence(inputs), labels=self._shard_sequence(labels))
+        more = {} if document_starts is None else {"document_starts": self._shard_sequence(document_starts)}
+        loss_sum = model(self._shard_sequence(inputs), labels=self._shard_sequence(labels), **more)
         return loss_sum if self.reports_loss else torch.zeros_like(loss_sum)

@@ -74,26 +74,31 @@ class Pipeline:
         self._table = table(schedule_of(config), mesh.size(), self._n_stages, n_microbatches)
         self._training: _PipelineScheduleRuntime | None = None
 
-    def forward_backward(self, inputs: Tensor, labels: Tensor) -> Tensor:
-        inputs, labels = self._shard_sequence(inputs), self._shard_sequence(labels)
+    def forward_backward(self, inputs: Tensor, labels: Tensor, document_starts: Tensor | None = None) -> Tensor:
         if self._training is None:
-            self._training = self._runtime(inputs, self._table)
-        return self._loss_sum(self._training.step, inputs, labels)
+            self._training = self._runtime(self._shard_sequence(inputs), self._table)
+        return self._loss_sum(self._training.step, inputs, labels, document_starts)
 
     @torch.no_grad()
-    def evaluate(self, inputs: Tensor, labels: Tensor) -> Tensor:
+    def evaluate(self, inputs: Tensor, labels: Tensor, document_starts: Tensor | None = None) -> Tensor:
         """Runs any number of microbatches, on the same modules, by a runtime for this call."""
-        inputs, labels = self._shard_sequence(inputs), self._shard_sequence(labels)
         microbatches = range(inputs.shape[0] // self._microbatch_size)
         rows: Table = [
             [(Action(stage, "F", m),) for stage in stages for m in microbatches] for stages in self._stages_by_rank
         ]
-        return self._loss_sum(self._runtime(inputs, rows, backward=False).eval, inputs, labels)
+        runtime = self._runtime(self._shard_sequence(inputs), rows, backward=False)
+        return self._loss_sum(runtime.eval, inputs, labels, document_starts)
 
-    def _loss_sum(self, run: Callable[..., Any], inputs: Tensor, labels: Tensor) -> Tensor:
+    def _loss_sum(
+        self, run: Callable[..., Any], inputs: Tensor, labels: Tensor, document_starts: Tensor | None
+    ) -> Tensor:
         """Returns this rank's term of the loss sum; `run` is a method of a runtime."""
         losses: list[Tensor] = []  # one per microbatch on the rank of the last stage, else none
-        run(inputs, target=labels, losses=losses, return_outputs=False, labels=labels)
+        inputs, labels = self._shard_sequence(inputs), self._shard_sequence(labels)
+        named = {"labels": labels}
+        if document_starts is not None:
+            named["document_starts"] = self._shard_sequence(document_starts)
+        run(inputs, target=labels, losses=losses, return_outputs=False, **named)
         if not (losses and self._reports_loss):
             return torch.zeros((), device=self._device)
         return torch.stack([loss.detach() for loss in losses]).sum()
@@ -137,7 +142,8 @@ class _Stage(PipelineStage):
 
     def forward_one_chunk(self, fwd_chunk_id: int, args: Any, kwargs: Any = None, *more: Any, **named: Any) -> Any:
         """Passes labels to the last stage only."""
-        return super().forward_one_chunk(fwd_chunk_id, args, kwargs if self.is_last else {}, *more, **named)
+        kwargs = {key: value for key, value in (kwargs or {}).items() if self.is_last or key != "labels"}
+        return super().forward_one_chunk(fwd_chunk_id, args, kwargs, *more, **named)
 
     def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
         """Clones views, since torch detaches outputs in place: a norm at the end of a stage returns a view."""

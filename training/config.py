@@ -85,6 +85,9 @@ class TrainingConfig:
         int, "sequences per step of one replica group; -1: local x data-parallel ranks", ">= -1", "!= 0"
     ] = -1
     seq_len: Annotated[int, "tokens per sequence", ">= 1"] = 2048
+    document_mask: Annotated[
+        bool, "attention within each document of a sequence, positions from its first token, no loss across documents"
+    ] = False
     max_norm: Annotated[float, "gradients are clipped to this norm; 0: no clipping", ">= 0"] = 1.0
     on_spike: Annotated[
         Literal["stop", "skip", "rewind"],

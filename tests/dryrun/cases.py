@@ -29,6 +29,7 @@ class Case:
     passes: int = 1  # forward and backward passes
     groups: bool = False  # with a lighthouse and a manager
     compile: bool = False
+    documents: bool = False  # with training.document_mask
     plant: str = ""
 
     @property

@@ -64,6 +64,7 @@ CASES = {
     **layouts(),
     **GROUPS,
     **COMPILED,
+    "documents": Case("llama3_8b", (1, 1, 2, 1, 1), passes=3, documents=True),
     **{
         plant: Case("llama3_8b", (1, 1, 2, 1, 1), compile=seen_by == "graphs", plant=plant)
         for plant, seen_by in BREAKS.items()

@@ -42,6 +42,7 @@ CASES = {
     "schedule": ("lr_scheduler.warmup_steps", "50"),
     "decay": ("optimizer.weight_decay", "0.9"),
     "clipping": ("training.max_norm", "0.5"),
+    "documents": ("training.document_mask", "true"),
     # a new epoch
     "seq_len": ("training.seq_len", "48"),
     "sources": ("training.sources", WEIGHTS % (1.0, 3.0)),

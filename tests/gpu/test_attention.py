@@ -1,9 +1,10 @@
-"""Attention on CUDA: the kernels that it gets, and torch's ring attention between two devices."""
+"""Attention on CUDA: the kernels that it gets, documents by FlexAttention, and torch's ring attention between two devices."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import closing
+from functools import partial
 from typing import Any
 
 import pytest
@@ -58,6 +59,47 @@ def test_the_last_queries_take_flash_attention_and_no_mask(t: int) -> None:
         ops.causal_attention, *[x.double().detach().requires_grad_() for x in heads(t, "cpu")], grad_out.double().cpu()
     )
     assert all(error(a, b) < 1e-2 for a, b in zip(got, exact, strict=True))
+
+
+def document_starts(t: int) -> Tensor:
+    """Of the last t queries: one document, and several of which some begin before them."""
+    begins = torch.zeros(2, S, dtype=torch.bool)
+    begins[1, [3, 140, 141, 300, 430]] = True
+    return torch.arange(S).where(begins, 0).cummax(1).values[:, -t:]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("t", [S, 128, 100])
+def test_documents_are_masked_forward_and_backward(t: int) -> None:
+    grad_out = torch.randn(2, t, 8, 64, generator=torch.Generator().manual_seed(1)).to("cuda", torch.bfloat16)
+    starts = document_starts(t)
+    on_device = partial(ops.causal_attention, document_starts=starts.cuda())
+    got = with_gradients(on_device, *heads(t, "cuda"), grad_out)
+    exact = with_gradients(
+        partial(ops.causal_attention, document_starts=starts),
+        *[x.double().detach().requires_grad_() for x in heads(t, "cpu")],
+        grad_out.double().cpu(),
+    )
+    assert all(error(a, b) < 1e-2 for a, b in zip(got, exact, strict=True))
+
+
+def in_parts(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Attention to the keys in two parts, as the ring of documents adds them up; some queries see nothing of one part."""
+    starts, places = document_starts(S).to(q.device), torch.arange(S, device=q.device)
+    parts = [
+        ops.attention_to_part(q, k[:, at], v[:, at], starts, places, at) for at in (places[: S // 2], places[S // 2 :])
+    ]
+    total = torch.logaddexp(parts[0][1], parts[1][1])
+    first, second = (out.float() * (log_sum - total).exp()[..., None] for out, log_sum in parts)
+    return (first + second).to(q.dtype)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_parts_of_documents_add_up_forward_and_backward() -> None:
+    grad_out = torch.randn(2, S, 8, 64, generator=torch.Generator().manual_seed(1)).to("cuda", torch.bfloat16)
+    whole = partial(ops.causal_attention, document_starts=document_starts(S).cuda())
+    got, want = (with_gradients(attend, *heads(S, "cuda"), grad_out) for attend in (in_parts, whole))
+    assert all(error(a, b) < 2e-2 for a, b in zip(got, want, strict=True))
 
 
 def ring_errors(device: str, load_balancer: str, make: Callable[..., Any]) -> list[float]:

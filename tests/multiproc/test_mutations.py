@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -84,8 +85,8 @@ def one_gradient_lost(patch: pytest.MonkeyPatch) -> None:
 def _after_backward(patch: pytest.MonkeyPatch, change: Callable[[Any], None]) -> None:
     whole = parallelize.NoPipeline.forward_backward
 
-    def forward_backward(self: Any, inputs: Tensor, labels: Tensor) -> Tensor:
-        loss = whole(self, inputs, labels)
+    def forward_backward(self: Any, *microbatch: Tensor) -> Tensor:
+        loss = whole(self, *microbatch)
         change(self.parts[0])
         return loss
 
@@ -117,8 +118,8 @@ def norm_of_copies_counted_on_each(patch: pytest.MonkeyPatch) -> None:
 def queries_aligned_with_the_first_keys(patch: pytest.MonkeyPatch) -> None:
     """The causal mask of a piece as if the keys began where its queries do."""
 
-    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return ops.causal_attention(q, k[:, : q.shape[1]], v[:, : q.shape[1]])
+    def attend(q: Tensor, k: Tensor, v: Tensor, document_starts: Tensor | None) -> Tensor:
+        return ops.causal_attention(q, k[:, : q.shape[1]], v[:, : q.shape[1]], document_starts)
 
     patch.setattr(context, "ops", SimpleNamespace(causal_attention=attend))
 
@@ -126,11 +127,31 @@ def queries_aligned_with_the_first_keys(patch: pytest.MonkeyPatch) -> None:
 def positions_of_each_rank_from_zero(patch: pytest.MonkeyPatch) -> None:
     right = context.positions
 
-    def positions(pieces: Any, seq_len: int) -> list[Tensor]:
-        first, *others = right(pieces, seq_len)
+    def positions(pieces: Any, seq_len: int, *device: Any) -> list[Tensor]:
+        first, *others = right(pieces, seq_len, *device)
         return [first, *(other - other.min() for other in others)]
 
     patch.setattr(context, "positions", positions)
+
+
+def mask_leaking_one_document(patch: pytest.MonkeyPatch) -> None:
+    """The second document of each sequence attends to the first, too."""
+    for name in ("causal_attention", "attention_to_part"):
+
+        def leaking(q: Tensor, k: Tensor, v: Tensor, document_starts: Tensor, *more: Tensor, right: Any) -> Any:
+            later = document_starts.where(document_starts > 0, document_starts.max() + 1).amin(1, keepdim=True)
+            return right(q, k, v, document_starts.where(document_starts != later, 0), *more)
+
+        patch.setattr(ops, name, partial(leaking, right=getattr(ops, name)))
+
+
+def documents_of_the_last_stage_only(patch: pytest.MonkeyPatch) -> None:
+    right = pipeline.PipelineStage.forward_one_chunk
+
+    def forward_one_chunk(self: Any, chunk: int, args: Any, kwargs: Any, *more: Any, **named: Any) -> Any:
+        return right(self, chunk, args, kwargs if self.is_last else {}, *more, **named)
+
+    patch.setattr(pipeline.PipelineStage, "forward_one_chunk", forward_one_chunk)
 
 
 def gradients_divided_by_microbatches(patch: pytest.MonkeyPatch) -> None:
@@ -275,6 +296,21 @@ def test_without_a_break_it_holds(proof: parity.Proof, pool: Pool, layout: str, 
 
 
 @pytest.mark.parametrize(
+    ("wrong", "layout"),
+    [
+        (mask_leaking_one_document, "fsdp 2"),
+        (mask_leaking_one_document, "cp 2"),
+        (mask_leaking_one_document, "cp 2, cp ring"),
+        (documents_of_the_last_stage_only, "pp 2"),
+    ],
+)
+def test_a_break_of_the_mask_of_documents_fails(proof: parity.Proof, pool: Pool, wrong: Patch, layout: str):
+    assert not found(proof, pool, nothing, layout, "SGD", document_mask=True)
+    problems = found(proof, pool, wrong, layout, "SGD", document_mask=True)
+    assert [problem for problem in problems if "step 1: layers.0.attention.wq.weight" in problem], problems[:5]
+
+
+@pytest.mark.parametrize(
     ("wrong", "layout", "said"),
     [
         (tied_gradient_counted_twice, "fsdp 2", "step 1: tok_embeddings.weight"),
@@ -308,8 +344,10 @@ def mixture(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> parity.Proo
     return parity.Proof(mixture_task(tmp_path_factory.mktemp("mixtures")), pool)
 
 
-def found(proof: parity.Proof, pool: Pool, wrong: Patch, layout: str, optimizer: str) -> tuple[str, ...]:
-    chosen = case(proof.task, layout, optimizer)
+def found(
+    proof: parity.Proof, pool: Pool, wrong: Patch, layout: str, optimizer: str, *, document_mask: bool = False
+) -> tuple[str, ...]:
+    chosen = replace(case(proof.task, layout, optimizer), document_mask=document_mask)
     truth = proof.truth(chosen)
     seen = pool.run(chosen.world_size, broken, wrong.__name__, proof.task, chosen)
     return parity.judge(chosen, truth, seen).problems

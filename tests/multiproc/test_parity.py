@@ -45,7 +45,7 @@ def task(folder: Path, sizes: llama.Config = SIZES) -> Task:
         ("pp 2, CSV file", "SGD"),
         ("hsdp 2x2", "AdamW"),
         ("fsdp 2 + tp 2", "SGD"),
-        ("fsdp 2 + cp 2, reshard always, cp unbalanced, AC op", "SGD"),
+        ("cp 2 + tp 2, cp unbalanced, whole logits, AC full", "SGD"),
         ("pp 2 + tp 2", "SGD"),
         ("fsdp 2 + tp 2", "Muon"),
         ("pp 2", "Muon"),
@@ -55,8 +55,26 @@ def test_a_layout_computes_what_one_process_computes(proof: parity.Proof, layout
     assert_parity(proof, layout, optimizer)
 
 
-def assert_parity(proof: parity.Proof, layout: str, optimizer: str) -> None:
-    verdict = proof.verdict(case(proof.task, layout, optimizer))
+@pytest.mark.parametrize(
+    ("layout", "optimizer"),
+    [
+        ("one rank, AC op", "SGD"),
+        ("cp 2", "AdamW"),
+        ("cp 2, cp unbalanced", "SGD"),
+        ("cp 2, cp ring", "SGD"),
+        ("pp 2, ZBVZeroBubble", "SGD"),
+        ("cp 4, cp ring", "SGD"),
+        ("fsdp 2 + cp 2, reshard always, cp ring, AC op", "SGD"),
+        ("fsdp 2 + tp 2", "SGD"),
+        ("pp 2 + cp 2", "SGD"),
+    ],
+)
+def test_a_layout_masks_documents_as_one_process_does(proof: parity.Proof, layout: str, optimizer: str):
+    assert_parity(proof, layout, optimizer, document_mask=True)
+
+
+def assert_parity(proof: parity.Proof, layout: str, optimizer: str, **change: bool) -> None:
+    verdict = proof.verdict(replace(case(proof.task, layout, optimizer), **change))
     assert not verdict.problems, "\n".join(verdict.problems)
     assert 0 < verdict.worst.share < 1  # something was compared, and another order of sums leaves a trace
 
@@ -139,7 +157,9 @@ def test_the_two_cases_of_a_layout_differ_in_everything(tmp_path: Path):
         assert {one.microsteps, other.microsteps} == {1, 2}
         assert {one.vocab_size, other.vocab_size} == set(VOCABULARIES)
         assert (one.layout.loss_chunk_tokens == 0) != (other.layout.loss_chunk_tokens == 0)
-    assert len({(case.microsteps, case.vocab_size, case.layout.loss_chunk_tokens) for case in first}) == 8
+        assert (one.document_mask != other.document_mask) or (one.document_mask and "ring" in one.title)
+    choices = {(case.microsteps, case.vocab_size, case.layout.loss_chunk_tokens, case.document_mask) for case in first}
+    assert len(choices) == 16
 
 
 @pytest.mark.parametrize(

@@ -163,6 +163,7 @@ CASES = [
     Case("data empty", '--training.dataset_path = "corpus/*": the corpus is empty: no text in 1 file; name files with text', FILES, files={"corpus/a.txt": ""}),
     Case("data not UTF-8", '--training.dataset_path = "corpus/*": file corpus/a.txt is not UTF-8 at byte 3; convert it, for instance: iconv -f latin1 -t utf-8 corpus/a.txt', FILES, files={"corpus/a.txt": b"caf\xe9\n"}),
     Case("data without the text key", '--training.dataset_path = "corpus/*": file corpus/a.jsonl line 1 has no "text", only \'body\'; nearest: training.dataset_text_key = "body"', FILES, files={"corpus/a.jsonl": '{"body": "x"}\n'}),
+    Case("documents without marks", "--training.document_mask = true: neither BOS, 256, nor EOS, 257, marks documents in ids.bin; set it to false, or prepare the text with scripts/prepare_data.py", (*TOKENS, "--training.document_mask"), files={"ids.bin": b"\1\0\2\0" * 200}),
     Case("token ids beyond the vocabulary", '--training.dataset_path = "ids.bin": file ids.bin has id 65535 at token 1, but the vocabulary has 259 ids; set model.tokenizer_path to the tokenizer that made the file, or model.vocab_size to its size', TOKENS, files={"ids.bin": b"\1\0\xff\xff" * 200}),
     Case("tokenizer missing", '--model.tokenizer_path = "nope.json": there is no file nope.json; give a tokenizer.json or its folder, or "" for bytes', ("--model.tokenizer_path=nope.json",)),
     Case("vocabulary too small", "--model.vocab_size = 100: must be at least the tokenizer's 259; nearest: 259, or 0 for the tokenizer's", ("--model.vocab_size=100",)),

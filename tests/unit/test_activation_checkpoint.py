@@ -53,7 +53,7 @@ class Watch(TorchDispatchMode):
         return sum(size for weak, size in self._made.values() if not weak.expired())
 
 
-def torchs_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def torchs_attention(q: Tensor, k: Tensor, v: Tensor, _: Tensor | None = None) -> Tensor:
     """As ops.causal_attention of longer sequences."""
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
     return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2)

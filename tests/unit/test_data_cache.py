@@ -187,6 +187,23 @@ class TestTokens:
         corpus = open_small(config, tmp_path / "cache", limits=limits)
         assert np.diff(corpus.bounds).tolist() == [4, 4, 2]
 
+    @pytest.mark.parametrize(
+        ("ids", "marked"),
+        [
+            ([1, 2, 3], False),
+            ([1, 2, 3, 4, 5, 6], False),
+            ([256, 1, 2, 3, 4, 5], True),
+            ([1, 2, 3, 4, 5, 257], True),
+            ([1, 257, 2], True),
+            ([1, 256, 2], True),
+        ],
+    )
+    def test_a_file_without_marks_is_named(self, tmp_path: Path, ids: list[int], marked: bool) -> None:
+        np.array([256, 1, 257], dtype=np.uint16).tofile(tmp_path / "a.bin")
+        np.array(ids, dtype=np.uint16).tofile(tmp_path / "b.bin")
+        corpus = open_small(self.config(tmp_path), tmp_path / "cache", limits={"PIECE_IDS": 4})
+        assert corpus.unmarked(ByteTokenizer()) == (None if marked else tmp_path / "b.bin")
+
     def test_marks_are_found_across_chunks(self, tmp_path: Path) -> None:
         np.array([1, 2, 257, 3, 256, 4, 4, 4, 257], dtype=np.uint16).tofile(tmp_path / "a.bin")
         corpus = open_small(self.config(tmp_path / "a.bin"), tmp_path / "cache", limits={"SCAN_IDS": 3})

@@ -18,8 +18,9 @@ from hypothesis import strategies as st
 from ft.children import LAUNCHER_SIGNALS
 from tests.unit.data_corpus import files_config, open_small, write_jsonl
 from training.config import DataloaderConfig
-from training.data.loader import THREAD_NAME, Batch, BatchSource, MicrobatchSampler, open_loader
-from training.data.order import DocumentOrder
+from training.data.loader import THREAD_NAME, Batch, BatchSource, MicrobatchSampler, make_batch, open_loader
+from training.data.order import NO_TOKEN, DocumentOrder
+from training.loss import IGNORED
 
 SEQ_LEN = 4
 
@@ -44,6 +45,16 @@ def loader_of(sequences: Counting | DocumentOrder, **keys: int) -> Iterator[Batc
     sampler = MicrobatchSampler(**{"slot_size": 4, "local_batch_size": 2, "dp_rank": 0, "dp_size": 1} | keys)
     with closing(open_loader(sequences, sampler, ahead)) as loader:
         yield loader
+
+
+def test_the_first_token_of_a_document_is_no_target() -> None:
+    tokens = np.array([[5, 6, 7, 8, NO_TOKEN], [1, 2, 3, 4, 5]])
+    batch = make_batch(tokens, (0, (0, 1), True), np.array([[0, 0, 2, 2, 4], [0, 1, 1, 1, 4]]))
+    assert batch.labels.tolist() == [[6, IGNORED, 8, IGNORED], [IGNORED, 3, 4, IGNORED]]
+    assert batch.inputs.tolist() == tokens[:, :-1].tolist()
+    assert batch.document_starts is not None
+    assert batch.document_starts.tolist() == [[0, 0, 2, 2], [0, 1, 1, 1]]
+    assert make_batch(tokens, (0, (0, 1), True)).labels.tolist() == [[6, 7, 8, IGNORED], [2, 3, 4, 5]]
 
 
 @given(

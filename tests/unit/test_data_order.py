@@ -57,6 +57,17 @@ def test_a_batch_is_spread_over_the_epoch() -> None:
     assert min(after - before for before, after in pairwise(places)) > 43_210 / 15
 
 
+def test_documents_start_where_the_corpus_has_a_bound(corpus: Corpus) -> None:
+    order, bounds = order_of(corpus), set(corpus.bounds.tolist())
+    where = {
+        int(token): at for at, token in enumerate(corpus.read(0, 3700).tolist() + corpus.read(3700, 1000).tolist())
+    }
+    for position in range(0, 2 * order.sequences_per_epoch, 5):
+        tokens, starts = order.sequence(position).tolist(), order.document_starts(position).tolist()
+        begins = [index for index, token in enumerate(tokens) if index == 0 or where[token] in bounds]
+        assert starts == [max(begin for begin in begins if begin <= index) for index in range(len(tokens))]
+
+
 @pytest.mark.parametrize("split", ["train", "validation"])
 @pytest.mark.parametrize("epoch", [0, 1, 3])
 @pytest.mark.parametrize("seq_len", [1, 16, 37, 200])

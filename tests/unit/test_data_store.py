@@ -100,6 +100,17 @@ def test_the_order_depends_on_seed_and_epoch_and_on_nothing_else(store: Store):
     )
 
 
+@pytest.mark.parametrize("part", ["train", "validation"])
+def test_documents_start_at_the_bounds_of_the_store(store: Store, part: str):
+    order = StoreOrder(store, part, seed=1, seq_len=25)  # of ids in which document d is d * WORDS ... d * WORDS + 9
+    for position in range(2 * order.sequences_per_epoch):
+        tokens, starts = order.sequence(position), order.document_starts(position)
+        begins = [index for index, token in enumerate(tokens.tolist()) if index == 0 or token % WORDS == 0]
+        assert starts.tolist() == [max(begin for begin in begins if begin <= index) for index in range(26)]
+        mixture = Mixture([Ingredient(order, 1.0)])
+        assert mixture.document_starts(position).tolist() == starts.tolist()
+
+
 @given(count=st.integers(1, 500), key=st.binary(min_size=16, max_size=16))
 def test_it_permutes(count: int, key: bytes):
     assert sorted(permuted(index, count, key) for index in range(count)) == list(range(count))

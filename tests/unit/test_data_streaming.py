@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.unit.data_corpus import write_jsonl
 from tests.unit.fakes import Lines
@@ -18,6 +19,7 @@ from training.data.cache import bucket_of
 from training.data.dataset import open_data
 from training.data.loader import Batch, MicrobatchSampler
 from training.data.streaming import StreamingLoader
+from training.loss import IGNORED
 from training.tokenizer import ByteTokenizer
 
 TEXTS = [f"document {number}" + "x" * (number % 7) for number in range(40)]
@@ -45,10 +47,23 @@ class FakeStream:
         self._start = state
 
 
-def loader_of(stream: FakeStream, *, split: str = "train", dp_rank: int = 0, dp_size: int = 1) -> StreamingLoader:
-    config = TrainingConfig(dataset_held_out=HELD_OUT, seq_len=8, local_batch_size=2)
+def loader_of(
+    stream: FakeStream, *, split: str = "train", dp_rank: int = 0, dp_size: int = 1, document_mask: bool = False
+) -> StreamingLoader:
+    config = TrainingConfig(dataset_held_out=HELD_OUT, seq_len=8, local_batch_size=2, document_mask=document_mask)
     sampler = MicrobatchSampler(4 * dp_size, config.local_batch_size, dp_rank, dp_size)
     return StreamingLoader(stream, ByteTokenizer(), config, sampler, split=split, pin_memory=False)
+
+
+def test_documents_start_at_bos() -> None:
+    with closing(loader_of(FakeStream(TEXTS), document_mask=True)) as loader:
+        batches = list(loader.load([0, 4, 8]))
+    for batch in batches:
+        assert batch.document_starts is not None
+        begins = batch.inputs == ByteTokenizer.bos_id
+        assert torch.equal(batch.document_starts, torch.arange(8).where(begins, 0).cummax(1).values)
+        assert torch.equal(batch.labels[:, :-1] == IGNORED, begins[:, 1:])
+    assert any(batch.document_starts.any() for batch in batches)  # type: ignore[union-attr]
 
 
 def rows(batches: Iterator[Batch]) -> list[list[int]]:

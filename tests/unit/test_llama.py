@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+from typing import Any
+
 import pytest
 import torch
 
-from models import llama
+from models import llama, moe, qwen3
 from models.init import BLOCK_ROWS, normal_
 
 SMALL = llama.Config(dim=32, n_layers=3, n_heads=4, n_kv_heads=2, hidden_dim=48)
@@ -33,6 +36,20 @@ def test_a_token_sees_nothing_behind_it():
     changed = x.clone()
     changed[0, -1] = (changed[0, -1] + 1) % V
     torch.testing.assert_close(model(x)[:, :-1], model(changed)[:, :-1])
+
+
+@pytest.mark.parametrize("kind", [llama, qwen3, moe])
+def test_documents_of_a_sequence_are_computed_as_by_themselves(kind: Any):
+    sizes = {"dim": 32, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "hidden_dim": 48}
+    model = kind.build(kind.Config(**sizes), vocab_size=V, max_seq_len=T)
+    model.init_weights(0)
+    ends = [[0, 1, 9, T], [0, 13, 14, T]]
+    starts = torch.tensor([[max(end for end in row if end <= token) for token in range(T)] for row in ends])
+    together = model(tokens(), document_starts=starts)
+    for row, logits, x in zip(ends, together, tokens(), strict=True):
+        alone = [model(x[None, first:last])[0] for first, last in pairwise(row)]
+        torch.testing.assert_close(logits, torch.cat(alone))
+    assert not torch.allclose(together, model(tokens()), atol=1e-3)
 
 
 def test_initial_values_depend_on_seed_and_name_alone():

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.nn.attention.flex_attention import AuxRequest, create_block_mask
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from models import cpu_kernels, ops
@@ -159,6 +160,94 @@ def test_a_compiled_block_traces_attention_over_the_last_rows_as_on_cuda() -> No
     out = torch.compile(ops.causal_attention, backend=backend, fullgraph=True)(q, k, v)
     assert out.shape == q.shape and len(graphs) == 1
     assert "_scaled_dot_product_flash_attention" in graphs[0].code
+
+
+def naive_document_attention(q: Tensor, k: Tensor, v: Tensor, document_starts: Tensor) -> Tensor:
+    """Attention of each document by itself, for T = S."""
+    out = torch.empty_like(q)
+    for row, starts in enumerate(document_starts):
+        for start in starts.unique().tolist():
+            here = (slice(row, row + 1), starts == start)
+            out[here] = naive_attention(q[here], k[here], v[here])
+    return out
+
+
+def documents(b: int, t: int, share: float) -> Tensor:
+    """Starts [B, T] of documents of random lengths, 1 / share on the average; the first sequence is one document."""
+    begins = torch.rand(b, t) < share
+    begins[0] = False
+    return torch.arange(t).where(begins, 0).cummax(1).values
+
+
+@DTYPES
+@pytest.mark.parametrize(
+    "b, t, h, k, d, share",
+    [(2, 1, 2, 1, 8, 0.5), (3, 7, 4, 2, 8, 1.0), (4, 300, 4, 2, 16, 0.05), (2, 1100, 2, 1, 8, 0.005)],
+)
+def test_attention_of_documents(b: int, t: int, h: int, k: int, d: int, share: float, dtype: torch.dtype) -> None:
+    starts = documents(b, t, share)
+    assert_like(ops.causal_attention, naive_document_attention, heads(b, t, t, h, k, d, dtype), starts)
+
+
+@pytest.mark.parametrize("t, s", [(3, 37), (150, 290), (128, 640)])
+def test_attention_of_the_last_tokens_of_documents(t: int, s: int) -> None:
+    q, k, v = heads(3, s, s, 4, 2, 8, torch.float32)
+    starts = documents(3, s, 0.02)
+    want = ops.causal_attention(q, k, v, starts)[:, -t:]
+    torch.testing.assert_close(ops.causal_attention(q[:, -t:], k, v, starts[:, -t:]), want)
+    compiled = torch.compile(ops.causal_attention, backend="eager", fullgraph=True)
+    torch.testing.assert_close(compiled(q[:, -t:], k, v, starts[:, -t:]), want)
+
+
+@pytest.mark.parametrize("t, s", [(37, 37), (300, 300), (150, 290), (128, 640)])
+def test_flex_attention_of_documents_gives_the_same(t: int, s: int) -> None:
+    """As it is traced for a GPU, computed on the CPU, where torch has the forward only; the backward: tests/gpu/test_attention.py."""
+    q, k, v = heads(3, t, s, 4, 2, 16, torch.float32)
+    places = documents(3, s, 0.02)[:, -t:], torch.arange(s - t, s), torch.arange(s)
+    flex = torch.compile(ops.flex_attention, backend="eager", fullgraph=True)
+    out, more = flex(*(x.transpose(1, 2) for x in (q, k, v)), *places, return_aux=AuxRequest(lse=True))
+    torch.testing.assert_close(out.transpose(1, 2), ops.causal_attention(q, k, v, places[0]))
+    torch.testing.assert_close(more.lse.transpose(1, 2), ops.attention_to_part(q, k, v, *places)[1])
+    mask = ops.block_mask(*places)
+    theirs = create_block_mask(mask.mask_mod, 3, None, t, s, device="cpu")
+    assert torch.equal(mask.to_dense(), theirs.to_dense())
+    assert torch.equal(mask.full_kv_num_blocks, theirs.full_kv_num_blocks)
+
+
+def test_attention_to_parts_adds_up_to_the_whole() -> None:
+    """Keys in two parts, of which some queries see nothing."""
+    q, k, v = heads(2, 20, 20, 4, 2, 8, torch.float32)
+    leaves, starts, places = [x.requires_grad_() for x in (q, k, v)], documents(2, 20, 0.2), torch.arange(20)
+
+    def in_parts(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        parts = [ops.attention_to_part(q, k[:, at], v[:, at], starts, places, at) for at in (places[:9], places[9:])]
+        total = torch.logaddexp(parts[0][1], parts[1][1])
+        return sum((out * (log_sum - total).exp()[..., None] for out, log_sum in parts), torch.zeros(()))
+
+    grad_out = torch.randn_like(q)
+    outs = in_parts(*leaves), ops.causal_attention(*leaves, starts)
+    got, want = ([out, *torch.autograd.grad(out, leaves, grad_out)] for out in outs)
+    torch.testing.assert_close(got, want)
+
+
+def test_documents_take_less_time_to_compute() -> None:
+    """By the scores that are computed, which time follows."""
+    sizes = dict[bool, int]()
+    q, k, v = (x.transpose(1, 2) for x in heads(1, 1024, 1024, 1, 1, 8, torch.float32))
+    for starts in (None, documents(2, 1024, 1 / 32)[1:]):
+        made = 0
+
+        class Scores(TorchDispatchMode):
+            def __torch_dispatch__(self, op, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+                nonlocal made
+                out = op(*args, **(kwargs or {}))
+                made += out.numel() if op is torch.ops.aten._softmax.default else 0
+                return out
+
+        with Scores():
+            cpu_kernels.attention_forward(q, k, v, starts)
+        sizes[starts is None] = made
+    assert 0 < sizes[False] < sizes[True] / 2
 
 
 @DTYPES

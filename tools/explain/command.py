@@ -143,6 +143,7 @@ def job_of(config: RunConfig, *, world_size: int, device: str) -> ExplainedJob:
         passes=max(1, training.global_batch_size // (training.local_batch_size * sizes.data_parallel)),
         seq_len=training.seq_len,
         ema_decay=config.optimizer.ema_decay,
+        document_mask=training.document_mask,
     )
 
 

@@ -117,9 +117,17 @@ def fake_rank(*, global_rank: int, world_size: int, device_type: DeviceType) -> 
     try:
         # Fused CUDA kernels of norm and attention save less for backward than the CPU's norm, which saves several fp32 copies of its input.
         # Patched functions, as a TorchFunctionMode would not be active when the backward pass recomputes a block.
-        cuda = mock.patch.multiple(F, rms_norm=_FusedRMSNorm.apply, scaled_dot_product_attention=_attention)
-        cpu = mock.patch.object(ops, "PLAIN", {*ops.PLAIN, FakeTensor})  # fake tensors take the blockwise path, too
-        with cpu if device_type == "cpu" else cuda, mock.patch.object(ops, "host_sizes", even_sizes):
+        if device_type == "cuda":
+            patches = [
+                mock.patch.multiple(F, rms_norm=_FusedRMSNorm.apply, scaled_dot_product_attention=_attention),
+                mock.patch.object(ops, "document_attention", _document_attention),
+            ]
+        else:
+            patches = [
+                mock.patch.object(ops, "PLAIN", {*ops.PLAIN, FakeTensor}),  # fake tensors take the blockwise path, too
+                mock.patch.object(ops.cpu_kernels, "first_keys", one_document),
+            ]
+        with patches[0], patches[1], mock.patch.object(ops, "host_sizes", even_sizes):
             yield
     finally:
         dist.destroy_process_group()
@@ -130,6 +138,12 @@ def even_sizes(sizes: Tensor, total: int) -> list[list[int]]:
     """Divides the rows of a mixture's experts evenly, in place of ops.host_sizes: fake tensors have no values."""
     parts = sizes.shape[1]
     return [[total // parts + (part < total % parts) for part in range(parts)] for _ in sizes]
+
+
+def one_document(document_starts: Tensor, size: int) -> list[list[int]]:
+    """Returns the first keys of sequences of one document each, in place of ops.cpu_kernels.first_keys."""
+    batch, tokens = document_starts.shape
+    return [[0] * -(-tokens // size) for _ in range(batch)]
 
 
 def without_memory(model: Model) -> FakeTensorMode:
@@ -170,6 +184,11 @@ def _attention(q: Tensor, k: Tensor, v: Tensor, **_: Any) -> Tensor:
     return cast(Tensor, torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, True)[0])
 
 
+def _document_attention(q: Tensor, k: Tensor, v: Tensor, document_starts: Tensor) -> Tensor:
+    """As FlexAttention saves the same, and a mask of a few numbers for each 128 tokens."""
+    return _attention(q, k, v)
+
+
 class _FusedRMSNorm(Function):
     """Computes only the shapes of aten._fused_rms_norm, which saves x, the weight and one fp32 number per row."""
 
@@ -190,19 +209,20 @@ class _FusedRMSNorm(Function):
 def measure(
     parallel: Parallelized,
     make_optimizer: Callable[[list[Model]], torch.optim.Optimizer],
-    microbatches: Sequence[tuple[Tensor, Tensor]],
+    microbatches: Sequence[tuple[Tensor, ...]],
     *,
     ema_decay: float = 0.0,
 ) -> MeasuredStep:
-    """Runs and records one step over `microbatches`: forward, backward, and the first optimizer step, which creates its state."""
+    """Runs and records one step over `microbatches`, the arguments of forward_backward: forward, backward, and the first optimizer step,
+    which creates its state."""
     gc.collect()  # and disabled below: collection of reference cycles at arbitrary times would change the record
     with ExitStack() as stack, MemoryTracker() as tracker:
         stack.callback(gc.enable if gc.isenabled() else gc.disable)
         gc.disable()
         optimizer = make_optimizer(parallel.parts)
         parameters = [p for part in parallel.parts for p in part.parameters()]
-        for inputs, targets in microbatches:
-            parallel.forward_backward(inputs, targets)
+        for microbatch in microbatches:
+            parallel.forward_backward(*microbatch)
         gradients = tracker.serials(p.grad for p in parameters)
         optimizer.step()
         optimizer.zero_grad()
@@ -342,6 +362,7 @@ class ExplainedJob:
     passes: int  # forward and backward passes of a step
     seq_len: int
     ema_decay: float = 0.0  # of the weights' average; 0: there is none
+    document_mask: bool = False
 
     def model(self) -> Model:
         with torch.device("meta"):
@@ -421,7 +442,8 @@ def _simulate_stage(job: ExplainedJob, *, pp_rank: int = 0) -> Stage:
         parallel = job.parallelize(mesh, model, eager)
         with fake, FakeCollectives():
             tokens = torch.zeros(job.local_batch_size, job.seq_len, dtype=torch.int64)
-            step = measure(parallel, job.optimizer, [(tokens, tokens)], ema_decay=job.ema_decay)
+            microbatch = (tokens, tokens, *([tokens] if job.document_mask else []))
+            step = measure(parallel, job.optimizer, [microbatch], ema_decay=job.ema_decay)
         [part] = parallel.parts
         modules = ["tok_embeddings"] if part.tok_embeddings is not None else []
         modules += [f"layers.{name}" for name in part.layers]

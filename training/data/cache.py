@@ -81,6 +81,16 @@ class Corpus:
     def __reduce__(self) -> tuple[object, ...]:
         return Corpus, (self.folder, self.meta, self._paths)
 
+    def unmarked(self, tokenizer: Tokenizer) -> Path | None:
+        """Returns a file of ids in which neither BOS nor EOS marks a document, so that it is read in pieces; None: there is none."""
+        for path, ids, end in zip(self._paths, self._parts, self._ends.tolist(), strict=True):
+            first = end - len(ids)
+            inner = int(self.bounds[np.searchsorted(self.bounds, first, side="right")]) - first
+            begins = {int(ids[0]), *ids[inner : inner + 1].tolist()}
+            if tokenizer.bos_id not in begins and tokenizer.eos_id not in {int(ids[inner - 1]), int(ids[-1])}:
+                return path
+        return None
+
     def read(self, start: int, count: int) -> np.ndarray:
         """Returns ids[start : start + count] as a view; the range must lie within one file, as every document does."""
         index = int(np.searchsorted(self._ends, start, side="right")) if len(self._parts) > 1 else 0

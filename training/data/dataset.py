@@ -104,9 +104,13 @@ class _Data:
     def validation_loaders(self, sampler: MicrobatchSampler, *, pin_memory: bool = False) -> dict[str, BatchSource]:
         """Opens a loader for each set of validation, which the caller closes. The name of the only set of the training data is ""."""
         return {
-            name: open_loader(order, sampler, self._config.dataloader, pin_memory=pin_memory)
+            name: self._open_loader(order, sampler, pin_memory)
             for name, order in self.validation_orders(seq_len=self._config.seq_len).items()
         }
+
+    def _open_loader(self, order: Order, sampler: MicrobatchSampler, pin_memory: bool) -> BatchSource:
+        mask, settings = self._config.document_mask, self._config.dataloader
+        return open_loader(order, sampler, settings, document_mask=mask, pin_memory=pin_memory)
 
 
 class _OrderedData(_Data, ABC):
@@ -135,7 +139,7 @@ class _OrderedData(_Data, ABC):
     def loader(self, sampler: MicrobatchSampler, *, pin_memory: bool = False) -> BatchSource:
         """Opens the loader of training, which the caller closes. Raises ValueError as `order` does. `pin_memory`: for copies to CUDA."""
         self._order = SegmentedOrder(self._orders())
-        self._loader = open_loader(self._order, sampler, self._config.dataloader, pin_memory=pin_memory)
+        self._loader = self._open_loader(self._order, sampler, pin_memory)
         return self._loader
 
     @property
@@ -359,6 +363,11 @@ def open_data(
     if config.dataset == "huggingface":
         return StreamedData(config, tokenizer, further)
     corpus = open_corpus(find_source(config), tokenizer, Path(cache_folder), log=log, vocab_size=vocab_size)
+    if config.document_mask and config.dataset == "tokens" and (path := corpus.unmarked(tokenizer)):
+        raise ValueError(
+            f"training.document_mask = true: neither BOS, {tokenizer.bos_id}, nor EOS, {tokenizer.eos_id}, marks documents in {path}; "
+            "set it to false, or prepare the text with scripts/prepare_data.py"
+        )
     return CachedData(config, corpus, further, validates=validation.enable)
 
 

@@ -36,6 +36,7 @@ class Batch:
     slot: int
     positions: tuple[int, ...]
     ends_slot: bool  # True for this rank's last microbatch of the slot
+    document_starts: Tensor | None = None  # [B, T] int64, with training.document_mask: models.contract.Model.forward
 
 
 @dataclass(frozen=True)
@@ -100,28 +101,40 @@ class BatchSource(ABC):
         assert not state, f"positions need no loader state, got {list(state)}"
 
 
-def make_batch(rows: np.ndarray, task: Task) -> Batch:
-    """Splits `rows` [B, T + 1] int64 into inputs and labels, shifted by one. For NO_TOKEN the input is 0, and the label IGNORED."""
+def make_batch(rows: np.ndarray, task: Task, document_starts: np.ndarray | None = None) -> Batch:
+    """Splits `rows` [B, T + 1] int64 into inputs and labels, shifted by one. For NO_TOKEN the input is 0, and the label IGNORED, as are
+    the first tokens of documents with `document_starts` [B, T + 1] int64."""
     inputs, labels = np.maximum(rows[:, :-1], 0), np.where(rows[:, 1:] == NO_TOKEN, IGNORED, rows[:, 1:])
-    return Batch(torch.from_numpy(inputs), torch.from_numpy(labels), *task)
+    if document_starts is None:
+        return Batch(torch.from_numpy(inputs), torch.from_numpy(labels), *task)
+    labels[document_starts[:, 1:] == np.arange(1, rows.shape[1])] = IGNORED
+    return Batch(torch.from_numpy(inputs), torch.from_numpy(labels), *task, torch.from_numpy(document_starts[:, :-1]))
 
 
 class _Reader(Dataset[Batch]):
     """Reads the batch of a task, in the thread or in worker processes."""
 
-    def __init__(self, order: Order) -> None:
-        self._order = order
+    def __init__(self, order: Order, document_mask: bool) -> None:
+        self._order, self._document_mask = order, document_mask
 
     def __getitem__(self, task: Task) -> Batch:
-        return make_batch(np.stack([self._order.sequence(position) for position in task[1]]), task)
+        rows = np.stack([self._order.sequence(position) for position in task[1]])
+        if not self._document_mask:
+            return make_batch(rows, task)
+        return make_batch(rows, task, np.stack([self._order.document_starts(position) for position in task[1]]))
 
 
 def open_loader(
-    order: Order, sampler: MicrobatchSampler, config: DataloaderConfig, *, pin_memory: bool = False
+    order: Order,
+    sampler: MicrobatchSampler,
+    config: DataloaderConfig,
+    *,
+    document_mask: bool = False,
+    pin_memory: bool = False,
 ) -> BatchSource:
     """Opens a loader that prefetches only the requested slots, in one thread or `num_workers` processes, with the same batches."""
     loader_class = WorkerLoader if config.num_workers else ThreadLoader
-    return loader_class(_Reader(order), sampler, config, pin_memory=pin_memory)
+    return loader_class(_Reader(order, document_mask), sampler, config, pin_memory=pin_memory)
 
 
 class ThreadLoader(BatchSource):
@@ -224,4 +237,6 @@ def end_workers(loader: DataLoader[Any]) -> None:
 
 
 def pinned(batch: Batch) -> Batch:
-    return replace(batch, inputs=batch.inputs.pin_memory(), labels=batch.labels.pin_memory())
+    starts = batch.document_starts
+    starts = starts if starts is None else starts.pin_memory()
+    return replace(batch, inputs=batch.inputs.pin_memory(), labels=batch.labels.pin_memory(), document_starts=starts)

@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 import threading
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from hashlib import blake2b
@@ -45,6 +45,9 @@ class Order(Protocol):
 
     def sequence(self, position: int) -> np.ndarray:
         """Returns the tokens [seq_len + 1] int64 at `position` >= 0 of the infinite order. NO_TOKEN: there is none."""
+
+    def document_starts(self, position: int) -> np.ndarray:
+        """Returns for each token of `sequence(position)` the index in it of the first token of its document, [seq_len + 1] int64."""
 
     def left_over(self, position: int) -> int:
         """Returns the sequences of the epoch of `position`, of each source, that come at `position` or later."""
@@ -123,20 +126,25 @@ class DocumentOrder:
         return self._rebuild, ()
 
     def sequence(self, position: int) -> np.ndarray:
+        return np.concatenate([self._corpus.read(*part) for part in self._parts(position)]).astype(np.int64)
+
+    def document_starts(self, position: int) -> np.ndarray:
+        counts = [count for _, count in self._parts(position)]
+        return np.repeat(np.cumsum([0, *counts[:-1]]), counts)
+
+    def _parts(self, position: int) -> Iterator[tuple[int, int]]:
+        """Yields the first id in the corpus, and the number of ids, of each document of a sequence."""
         assert position >= 0, position
         epoch, turn = divmod(position, self.sequences_per_epoch)
         index = turn * self._stride % self.sequences_per_epoch
         with self._lock:  # concurrent threads compute the layout of an epoch once
             ends, starts = self._layout(epoch if self._shuffles else 0)
-        tokens = np.empty(self.seq_len + 1, dtype=np.int64)
-        at, filled = index * self.seq_len, 0  # offset in the epoch's stream; tokens written
+        at, left = index * self.seq_len, self.seq_len + 1  # offset in the epoch's stream; tokens still to find
         document = int(np.searchsorted(ends, at, side="right"))
-        while filled < len(tokens):
-            end, start = int(ends[document]), int(starts[document])
-            count = min(end - at, len(tokens) - filled)
-            tokens[filled : filled + count] = self._corpus.read(start + at, count)
-            at, filled, document = at + count, filled + count, document + 1
-        return tokens
+        while left:
+            count = min(int(ends[document]) - at, left)
+            yield int(starts[document]) + at, count
+            at, left, document = at + count, left - count, document + 1
 
     def left_over(self, position: int) -> int:
         return -position % self.sequences_per_epoch
@@ -189,6 +197,22 @@ class StoreOrder:
         return partial(StoreOrder, seed=self._seed, seq_len=self.seq_len), (self._store, self._part)
 
     def sequence(self, position: int) -> np.ndarray:
+        shards = self._store.shards
+        return np.concatenate(
+            [shards[shard][first : first + count] for shard, first, count in self._parts(position)]
+        ).astype(np.int64)
+
+    def document_starts(self, position: int) -> np.ndarray:
+        starts, filled = np.zeros(self.seq_len + 1, dtype=np.int64), 0
+        for shard, first, count in self._parts(position):
+            bounds = self._store.bounds(shard)
+            begins = bounds[slice(*np.searchsorted(bounds, (first, first + count)))] - first + filled
+            starts[begins] = begins
+            filled += count
+        return np.maximum.accumulate(starts)
+
+    def _parts(self, position: int) -> Iterator[tuple[int, int, int]]:
+        """Yields the shard, the first id in it and the number of ids of each part of a sequence."""
         assert position >= 0, position
         epoch, turn = divmod(position, self.sequences_per_epoch)
         offset = 0
@@ -198,16 +222,14 @@ class StoreOrder:
             # other sequences in each epoch; the tokens left over are those before the offset and after the last sequence
             spare = (self.tokens_per_epoch - 1) % self.seq_len
             offset = int.from_bytes(blake2b(b"offset", key=key, digest_size=8).digest(), "little") % (spare + 1)
-        tokens = np.empty(self.seq_len + 1, dtype=np.int64)
-        at, filled = offset + turn * self.seq_len, 0  # offset in the split's stream; tokens written
+        at, left = offset + turn * self.seq_len, self.seq_len + 1  # offset in the split's stream; tokens still to find
         shard = int(np.searchsorted(self._ends, at, side="right"))
-        while filled < len(tokens):
+        while left:
             _, end = self._spans[shard]
             first = end - (int(self._ends[shard]) - at)
-            count = min(end - first, len(tokens) - filled)
-            tokens[filled : filled + count] = self._store.shards[shard][first : first + count]
-            at, filled, shard = at + count, filled + count, shard + 1
-        return tokens
+            count = min(end - first, left)
+            yield shard, first, count
+            at, left, shard = at + count, left - count, shard + 1
 
     def left_over(self, position: int) -> int:
         return -position % self.sequences_per_epoch
@@ -314,6 +336,10 @@ class Mixture:
         source, index = self.find(position)
         return self._ingredients[source].order.sequence(index)
 
+    def document_starts(self, position: int) -> np.ndarray:
+        source, index = self.find(position)
+        return self._ingredients[source].order.document_starts(index)
+
     def left_over(self, position: int) -> int:
         counts = self._phase(position).counts(position)
         return sum(each.order.left_over(count) for each, count in zip(self._ingredients, counts, strict=True))
@@ -343,12 +369,23 @@ class SegmentedOrder:
         self.end = first + order.end if isinstance(order, Mixture) and order.end is not None else None
 
     def sequence(self, position: int) -> np.ndarray:
-        first, order = self._segments[bisect_right(self._segments, position, key=lambda segment: segment[0]) - 1]
-        assert order is not None, f"position {position} is of an earlier segment of the data, which cannot be opened"
-        tokens, length = order.sequence(position - first), self.seq_len + 1
+        order, index = self._find(position)
+        tokens, length = order.sequence(index), self.seq_len + 1
         if len(tokens) < length:
             tokens = np.pad(tokens, (0, length - len(tokens)), constant_values=NO_TOKEN)
         return tokens[:length]
+
+    def document_starts(self, position: int) -> np.ndarray:
+        order, index = self._find(position)
+        starts, length = order.document_starts(index), self.seq_len + 1
+        if len(starts) < length:  # what fills a sequence up is a document by itself
+            starts = np.pad(starts, (0, length - len(starts)), constant_values=len(starts))
+        return starts[:length]
+
+    def _find(self, position: int) -> tuple[Order, int]:
+        first, order = self._segments[bisect_right(self._segments, position, key=lambda segment: segment[0]) - 1]
+        assert order is not None, f"position {position} is of an earlier segment of the data, which cannot be opened"
+        return order, position - first
 
     def left_over(self, position: int) -> int:
         return self._order.left_over(position - self._segments[-1][0])

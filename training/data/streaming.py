@@ -111,6 +111,7 @@ class StreamingLoader(BatchSource):
 
         super().__init__(sampler, pin_memory=pin_memory)
         self._repeats, self._validation_rows = split == "validation", list[np.ndarray]()
+        self._first_token = tokenizer.bos_id if config.document_mask else None  # of each document
         self._key = f"rank {sampler.dp_rank} of {sampler.dp_size}"
         self._rows: Iterator[np.ndarray] | None = None
         workers = config.dataloader.num_workers
@@ -132,7 +133,9 @@ class StreamingLoader(BatchSource):
             while self._repeats and len(self._validation_rows) <= index:
                 self._validation_rows.append(self._next_rows())
             rows = self._validation_rows[index] if self._repeats else self._next_rows()
-            return make_batch(rows, (slot, (), ends_slot))
+            begins = None if self._first_token is None else rows == self._first_token
+            starts = None if begins is None else np.maximum.accumulate(begins * np.arange(rows.shape[1]), axis=1)
+            return make_batch(rows, (slot, (), ends_slot), starts)
 
         return read
 
