@@ -264,6 +264,20 @@ def test_a_name_that_no_rank_holds_or_that_is_missing_is_told_once(
     assert pool.run(2, refusal, tmp_path, LAYOUTS[layout], vocab_size, n_layers) == [text] * 2
 
 
+def create_state_on_rank_0(folder: Path) -> list[str]:
+    """Returns the names. The other rank sends nothing until this one has them."""
+    run = Run(folder, LAYOUTS["fsdp2"], 61, optimizer=MUON)
+    names = list(run.states["optimizer"].state_dict()) if dist.get_rank() == 0 else []
+    dist.barrier()
+    return names
+
+
+def test_a_rank_creates_the_state_of_muon_alone(pool: Pool, tmp_path: Path):
+    """As in a heal, in which each rank takes the state of its own shards, at its own time."""
+    names, none = pool.run(2, create_state_on_rank_0, tmp_path)
+    assert "state.layers.0.attention.wq.weight.momentum_buffer" in names and not none
+
+
 def save_places(folder: Path, parallelism: ParallelismConfig) -> None:
     run = Run(folder, parallelism, 61, streamed=True)
     run.place.place = f"record {run.coordinate.dp_rank}"

@@ -143,7 +143,7 @@ def test_a_step_divides_and_clips_and_is_left_out_where_the_norm_is_no_number(ra
     assert not any(map(torch.equal, state(), before)) and step.ema.n_averaged == 2
 
 
-def test_a_state_is_created_without_a_collective_and_changes_no_weight():
+def test_a_state_is_created_and_changes_no_weight():
     part = model()
     before = [p.detach().clone() for p in part.parameters()]
     optimizer = build_optimizer(MUON, [part])
