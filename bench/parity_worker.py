@@ -182,7 +182,7 @@ def routers(parts: Iterable[nn.Module]) -> list[tuple[str, Router]]:
 def clear_choices(task: Task, model: nn.Module, key: Key, step: int) -> tuple[Tensor, dict[str, Tensor]]:
     """Draws inputs [B, T] for which each router of `model` chooses by a margin of more than MARGIN: rounding differs between layouts, and
     once a token goes to another expert nothing can be compared. Returns also the experts chosen, [B, T, k] by router."""
-    draws, kept = torch.Generator().manual_seed(task.seed * 1000 + step), list[Tensor]()
+    draws = torch.Generator().manual_seed(task.seed * 1000 + step)
     margins, chosen = list[Tensor](), dict[str, Tensor]()
 
     def seen(router: Router, args: tuple[Tensor], output: tuple[Tensor, Tensor], name: str) -> None:
@@ -192,15 +192,16 @@ def clear_choices(task: Task, model: nn.Module, key: Key, step: int) -> tuple[Te
         chosen[name] = output[1]
 
     hooks = [router.register_forward_hook(partial(seen, name=name)) for name, router in routers([model])]
+    inputs, _, *documents = batch(task, key, step)
+    named = dict(zip(["document_starts"], documents, strict=False))
+    is_clear = torch.zeros(len(inputs), dtype=torch.bool)
     with torch.no_grad():
-        while sum(map(len, kept)) < task.global_batch_size:
-            inputs = torch.randint(0, key[0], (task.global_batch_size, task.seq_len), generator=draws)
+        while not is_clear.all():
+            drawn = torch.randint(0, key[0], inputs.shape, generator=draws)
+            inputs = torch.where(is_clear[:, None], inputs, drawn)
             margins.clear()
-            model(inputs)
-            kept.append(inputs[torch.stack(margins).amin(0) > MARGIN])
-        inputs = torch.cat(kept)[: task.global_batch_size]
-        margins.clear()
-        model(inputs)
+            model(inputs, **named)
+            is_clear = torch.stack(margins).amin(0) > MARGIN
     for hook in hooks:
         hook.remove()
     margin = torch.stack(margins).min().item()
