@@ -109,7 +109,8 @@ def alias_unsharded_to_sharded(part: nn.Module) -> None:
             plain = not hasattr(parameter._sharded_local_tensor, "fsdp_pre_all_gather")  # float8 has it
             if same_dtype and plain and not parameter.offload_to_cpu:
                 parameter.all_gather_outputs = [parameter._sharded_param_data]
-                parameter.free_unsharded_param = bool  # called without arguments: does nothing, and is no call of Python
+                # without arguments bool does nothing, and is no call of a Python function
+                parameter.free_unsharded_param = bool
 
 
 def reshard_all(parts: Iterable[nn.Module]) -> None:
