@@ -104,9 +104,8 @@ class Rewound(NamedTuple):
     step: int
     spiked: int
     reason: str
-    left_out: tuple[
-        tuple[int, int], ...
-    ] = ()  # ranges of positions assigned between the two, which are never trained on again
+    # ranges of positions assigned between the two, which are never trained on again
+    left_out: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True)

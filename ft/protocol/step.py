@@ -221,9 +221,7 @@ class Ledger:
     def state_dict(self) -> dict[str, Any]:
         """Returns JSON values, the open assignment included, since a group that heals from this state must continue with it."""
         return {
-            **(
-                {"rewinds": [[*each[:3], [*map(list, each.left_out)]] for each in self.rewinds]} if self.rewinds else {}
-            ),
+            **({"rewinds": [[*it[:3], [*map(list, it.left_out)]] for it in self.rewinds]} if self.rewinds else {}),
             "slot_size": self.slot_size,
             "position": self.position,
             "holes": list(self.holes),
@@ -329,11 +327,8 @@ class StepMachine:
     def __init__(self, config: StepConfig, ledger: Ledger) -> None:
         self.config, self.ledger = config, ledger
         self.phase, self.reason = Phase.BOUNDARY, "nothing has happened"
-        self.step, self.commit_id, self.commit_quorum_id = (
-            0,
-            "",
-            0,
-        )  # of the state that this rank has; step: see messages.BRANCH
+        # of the state that this rank has; step: see messages.BRANCH
+        self.step, self.commit_id, self.commit_quorum_id = 0, "", 0
         self.settled = 0
         self.void = config.restores  # True: it has no complete state, and is neither source nor contributor
         self.quorum: QuorumResult | None = None
@@ -514,10 +509,8 @@ class StepMachine:
                 self.ledger.assign(quorum.participants)
             if not self.contribution.tokens.keys() <= set(self.owned_slots()):
                 self._drop_gradients()
-        self.phase, self.reason = (
-            Phase.CONFIGURING,
-            f"quorum {quorum.quorum_id}, step {describe_step(quorum.reference[0])}",
-        )
+        self.phase = Phase.CONFIGURING
+        self.reason = f"quorum {quorum.quorum_id}, step {describe_step(quorum.reference[0])}"
         self._out.append(m.Configure(quorum, self._attempt))
         early, self._early_notices = self._early_notices, []
         for notice in early:
