@@ -219,7 +219,7 @@ class Run(Components):
             slot_size=size,
             slots=commit.slots,
             holes=commit.holes,
-            skipped=commit.skipped,
+            skipped=commit.left_out,
             steps=steps,
             spike=spike,
             rewound=commit.rewound,

@@ -303,7 +303,7 @@ class Manager:
             effect.quorum_size,
             effect.slots,
             effect.holes,
-            effect.skipped,
+            effect.left_out,
             effect.rewound,
         )
 

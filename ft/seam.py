@@ -46,7 +46,7 @@ class Commit:
     quorum_size: int
     slots: tuple[tuple[int, str], ...]  # slot and replica ID of each contribution; "solo": without replica groups
     holes: tuple[int, ...]  # slots that were assigned so far and are in no commit yet
-    skipped: tuple[tuple[int, int], ...] = ()  # ranges of positions that this step leaves out for good
+    left_out: tuple[tuple[int, int], ...] = ()  # ranges of positions that this step leaves out for good
     rewound: Rewound | None = None  # of the first step of a branch: how it began
 
 

@@ -60,12 +60,12 @@ class SoloManager:
         self.may_exit = self._leaves or self.step == self._until
         contributed, _ = self._ledger.commit(totals.tokens_per_slot)
         trained, holes = tuple((slot, assignment[slot]) for slot in contributed), tuple(self._ledger.holes)
-        mean_loss, skipped = totals.loss_sum / divisor, self._ledger.passed
+        mean_loss, left_out = totals.loss_sum / divisor, self._ledger.left_out
         rewound = self._ledger.begun_by(self.step) if self._ledger.rewinds else None
-        return Commit(divisor, (0,), mean_loss, 1, slots=trained, holes=holes, skipped=skipped, rewound=rewound)
+        return Commit(divisor, (0,), mean_loss, 1, slots=trained, holes=holes, left_out=left_out, rewound=rewound)
 
     def skip(self, slots: Sequence[int]) -> None:
-        self._ledger.skipped += slots
+        self._ledger.given_up += slots
 
     def rewind(self, reason: str, load: Callable[[], object]) -> None:
         spiked, step = self._ledger.state_dict(), self.step

@@ -443,7 +443,7 @@ class LighthouseMachine:
             return None
         silent_s, times = now_s - self.roster.peers[old].seen_s, self.config.times
         limit_s = min(2.5 * times.beat_s, times.heartbeat_timeout_s)  # two heartbeats, and half a one for their latency
-        if silent_s < limit_s and m.process_of(new) != m.process_of(old):
+        if silent_s < limit_s and m.incarnation_of(new) != m.incarnation_of(old):
             return ("ALREADY_EXISTS", f'two groups with the name "{name}": {old} was seen {silent_s:.1f} s ago')
         self._lose([old], f"{new} took its name")
         return None

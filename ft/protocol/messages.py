@@ -156,8 +156,8 @@ class JobLimits:
 
 
 @lru_cache(4096)  # called for each member of each assignment, by each rank
-def process_of(replica_id: str) -> str:
-    """Returns the id without its rejoin count: "left:4f2a.2" is the same process as "left:4f2a" before it was lost twice."""
+def incarnation_of(replica_id: str) -> str:
+    """Returns the id without its rejoin count: "left:4f2a.2" is the incarnation "left:4f2a", which was lost twice and came back."""
     name, colon, unique = replica_id.partition(":")
     return name + colon + unique.partition(".")[0]
 
@@ -757,7 +757,7 @@ class CommitStep(Effect):
     quorum_size: int
     slots: tuple[tuple[int, str], ...] = ()  # (slot, replica_id) of each slot that contributed
     holes: tuple[int, ...] = ()  # slots that were assigned and are in no commit yet
-    skipped: tuple[tuple[int, int], ...] = ()  # ranges of positions that are left out for good
+    left_out: tuple[tuple[int, int], ...] = ()  # ranges of positions that are left out for good
     rewound: Rewound | None = None  # of the first step of a branch: how it began
     held: bool = False
     leave: bool = False  # True: this is the group's last step, and the others know that it leaves

@@ -63,7 +63,7 @@ class QuorumRecord:
 
     def keep_wait(self, replica_id: str) -> None:
         """Keeps the start of the wait of a member that is about to be lost, for its return under a new id."""
-        peer, process = self._roster.peers[replica_id], m.process_of(replica_id)
+        peer, process = self._roster.peers[replica_id], m.incarnation_of(replica_id)
         called_s = peer.called_s if peer.call else math.inf
         since_s = min(called_s, self._waiting.get(replica_id, math.inf), self._waited.get(process, math.inf))
         if since_s < math.inf and self._roster.was_in(replica_id):
@@ -145,7 +145,7 @@ class QuorumRecord:
         asking_since_s = [peers[i].called_s for i in islice(present, 1)]
         if self._change:  # a newcomer's wait counts from the announcement: members then request a quorum within a step
             asking_since_s += [max(peers[i].called_s, self._change_s) for i in islice(self._roster.candidates, 1)]
-        candidates = ((i, m.process_of(i)) for i in self._roster.candidates)
+        candidates = ((i, m.incarnation_of(i)) for i in self._roster.candidates)
         returned_since_s = {i: self._waited[process] for i, process in candidates if process in self._waited}
         since_s = [*asking_since_s, *(waiting[i] for i in islice(waiting, 1)), *returned_since_s.values()]
         if not since_s or now_s - min(since_s) < min(STALL_FLOOR_S, self._times.stall_s, self._times.heal_grace_s):

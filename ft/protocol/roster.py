@@ -4,10 +4,10 @@ Every change of an id ends in `update_sets`, which puts that one id into its set
 and a quorum O(N).
 
 Design choices:
-- When a process is gone, the next id of its name ends its claim to the state, but does not become one of `previous_holders`, whose state
-  the job continues from. The same process under a new id ("a:1.1") does. A process counts as gone if its kernel closed the connection, or
-  if it or an operator said so; silence is no proof.
-- A process whose heals fail repeatedly sits out for longer each time, so that it costs the others less and less. A restart resets the
+- When an incarnation is gone, the next id of its name ends its claim to the state, but does not become one of `previous_holders`, whose
+  state the job continues from. The same incarnation under a new id ("a:1.1") does. An incarnation counts as gone if its kernel closed the
+  connection, or if it or an operator said so; silence is no proof.
+- An incarnation whose heals fail repeatedly sits out for longer each time, so that it costs the others less and less. A restart resets the
   count, since it may have removed the cause.
 - The join timeout runs from the first request of a *previous* member: a newcomer may have waited for a whole step already, while members
   that have just committed that step request a quorum within milliseconds of each other. It runs from the first request if no previous
@@ -27,7 +27,7 @@ from ft.protocol.messages import Call, Kind, Member, Quorum
 
 LOST_KEPT = 4096  # lost ids that are remembered; an older one that comes back is treated as a newcomer
 TAKEOVER_ORDER_S = 60.0  # validity of an operator's TakeOver order if takeover_s is "never"
-HEALS_FREE = 2  # heals that may fail in a row before the process sits out
+HEALS_FREE = 2  # heals that may fail in a row before the incarnation sits out
 HEAL_SIT_OUT_S, MAX_HEAL_SIT_OUT_S = 30.0, 600.0  # sit-out after it, doubled with each further failure; its maximum
 SIT_OUT_S, MAX_SIT_OUT_S = 10.0, 30.0  # the same after a failed connection between two groups
 
@@ -40,14 +40,14 @@ class Claim:
 
     replica_id: str
     seen_s: float  # time of the last message, once the id is no longer live
-    ended: bool = False  # True: the process is gone; the claim ends when a new id of its name requests a quorum
+    ended: bool = False  # True: the incarnation is gone; the claim ends when a new id of its name requests a quorum
 
 
 @dataclass
 class HealState:
     """Heals of one group: the current one, and the count of failures."""
 
-    process: str
+    incarnation: str
     quorum_id: int  # quorum in which it heals; 0: it does not
     since_s: float  # start of that heal
     failed: int = 0  # heals that failed in a row
@@ -79,15 +79,16 @@ class Roster:
         self.lost: OrderedDict[str, str] = OrderedDict()  # id -> reason of the loss
         self.notified: set[str] = set()  # lost ids that have been refused as LOST
         self.previous: frozenset[str] = frozenset()  # ids of the newest issued quorum, which precedes the next one
-        self._processes: frozenset[str] = frozenset()  # processes of these ids: a lost one comes back under a new id
+        self._incarnations: frozenset[str] = frozenset()  # of these ids: a lost one comes back under a new id
         self.left_cleanly: set[str] = set()  # previous members that left on purpose
         self.left_out: dict[str, float] = {}  # live id that is no longer a member -> time of the quorum without it
         self.returning: dict[str, float] = {}  # name of a group just refused as LOST -> end of the wait for its return
         # id that requests a quorum with a fingerprint unlike that of members which may yet come back -> the refusal
         self.mismatched: dict[str, str] = {}
-        self.sitting: dict[str, tuple[float, frozenset[str]]] = {}  # id that sits out -> until; unreachable processes
+        # id that sits out -> until; unreachable incarnations
+        self.sitting: dict[str, tuple[float, frozenset[str]]] = {}
         self._sat: dict[str, int] = {}  # name -> number of times that it sat out
-        self.blames: dict[str, frozenset[str]] = {}  # id -> processes that it reports it cannot work with
+        self.blames: dict[str, frozenset[str]] = {}  # id -> incarnations that it reports it cannot work with
         self._pairs: tuple[tuple[str, ...], Pairs] | None = None  # last argument and result of pairs()
         self.heals: OrderedDict[str, HealState] = OrderedDict()  # by name
         self.claims: dict[str, Claim] = {}  # by name
@@ -99,7 +100,8 @@ class Roster:
         # Healthy ids with a waiting request that do not sit out. This, `present` and `previous_holders`: in the order of the requests.
         self.candidates: OrderedDict[str, Member] = OrderedDict()
         self.present: dict[str, None] = {}  # candidates that are members of the previous quorum
-        self.previous_holders: dict[str, None] = {}  # candidates with a state whose process was in the previous quorum
+        # candidates with a state whose incarnation was in the previous quorum
+        self.previous_holders: dict[str, None] = {}
         self.missing: dict[str, None] = {}  # previous members that are no candidates, have not left, and do not sit out
         self.shrinkers: dict[str, None] = {}  # candidates with shrink_only (Pharos groups: only previous members)
 
@@ -199,7 +201,7 @@ class Roster:
 
     def was_in(self, replica_id: str) -> bool:
         """True for a member of the previous quorum, under this id or a former one."""
-        return replica_id in self.previous or m.process_of(replica_id) in self._processes
+        return replica_id in self.previous or m.incarnation_of(replica_id) in self._incarnations
 
     # ---- claims to the state
 
@@ -218,17 +220,17 @@ class Roster:
         return self.peers[claim.replica_id].seen_s if claim.replica_id in self.peers else claim.seen_s
 
     def update_claim(self, member: Member) -> None:
-        """Ends a previous member's claim when it reports that it has no state, or when its process is gone and a new id of its name has
+        """Ends a previous member's claim when it reports that it has no state, or when its incarnation is gone and a new id of its name has
         requested a quorum. Silence does not end a claim: the member may train on, cut off from this lighthouse."""
         if claim := self.claims.get(member.name):
-            same = m.process_of(claim.replica_id) == m.process_of(member.replica_id)
+            same = m.incarnation_of(claim.replica_id) == m.incarnation_of(member.replica_id)
             if member.void if same else claim.ended:
                 del self.claims[member.name]
             elif same:
                 self.claims[member.name] = Claim(member.replica_id, claim.seen_s)
 
     def end_claim(self, replica_id: str, heard_since_s: float) -> None:
-        """Marks a process as gone if it sent something since `heard_since_s`. Its claim ends if a new id of its name waits."""
+        """Marks an incarnation as gone if it sent something since `heard_since_s`. Its claim ends if a new id of its name waits."""
         name = m.name_of(replica_id)
         claim, successor = self.claims.get(name), self.peers.get(self.live.get(name, ""))
         if claim and claim.replica_id == replica_id and self._seen_s(claim) >= heard_since_s:
@@ -239,7 +241,7 @@ class Roster:
     def drop_claim(self, replica_id: str) -> None:
         """Ends the claim of a member that leaves."""
         claim = self.claims.get(m.name_of(replica_id))
-        if claim and m.process_of(claim.replica_id) == m.process_of(replica_id):
+        if claim and m.incarnation_of(claim.replica_id) == m.incarnation_of(replica_id):
             del self.claims[m.name_of(replica_id)]
 
     def expire_claims(self, now_s: float, takeover_s: float | None) -> None:
@@ -255,7 +257,7 @@ class Roster:
         """Replaces the list of members that this group reports it cannot work with."""
         if not others:
             self._pardon(replica_id)
-        elif self.blames.get(replica_id) != (named := frozenset(map(m.process_of, others))):
+        elif self.blames.get(replica_id) != (named := frozenset(map(m.incarnation_of, others))):
             self.blames[replica_id], self._pairs = named, None
 
     def _pardon(self, replica_id: str) -> None:
@@ -280,7 +282,7 @@ class Roster:
             times = self._sat.pop(name, 0)
             self._sat[name] = times + 1
             until_s = now_s + min(MAX_SIT_OUT_S, SIT_OUT_S * 2 ** min(times, 16))
-            self.sitting[replica_id] = until_s, frozenset(map(m.process_of, parted[replica_id]))
+            self.sitting[replica_id] = until_s, frozenset(map(m.incarnation_of, parted[replica_id]))
             self.update_sets(replica_id)
         while len(self._sat) > LOST_KEPT:
             self._sat.pop(next(iter(self._sat)))
@@ -290,7 +292,7 @@ class Roster:
         heal = self.heals.get(member.name)
         if heal is None:
             return
-        if heal.process != m.process_of(member.replica_id) or not member.void:
+        if heal.incarnation != m.incarnation_of(member.replica_id) or not member.void:
             del self.heals[member.name]
             return
         if heal.quorum_id:
@@ -313,11 +315,11 @@ class Roster:
     def readmit(self, now_s: float, *, early: bool = False, unhealed: bool = False) -> bool:
         """Readmits ids that sit out and can work with all present ones, when their time is over. Before that:
         after failed links if `early` or if the others are gone, after failed heals if `unhealed` or if none is present. True: some were."""
-        alive_processes = {m.process_of(i) for i in self.order}
+        alive = {m.incarnation_of(i) for i in self.order}
         present_ids = [i for i in self.order if i not in self.sitting]
         found = False
         for replica_id, (until_s, parted) in list(self.sitting.items()):
-            wanted = early or parted.isdisjoint(alive_processes) if parted else unhealed or not present_ids
+            wanted = early or parted.isdisjoint(alive) if parted else unhealed or not present_ids
             if (wanted or until_s <= now_s) and not pairs_with(replica_id, present_ids, self.blames):
                 found = True
                 del self.sitting[replica_id]
@@ -330,7 +332,7 @@ class Roster:
         """Makes the members of `quorum` the previous members, and gives them the claims to the state."""
         before, self.previous = self.previous, frozenset(quorum.ids)
         if self.previous != before:
-            self._processes = frozenset(map(m.process_of, quorum.ids))
+            self._incarnations = frozenset(map(m.incarnation_of, quorum.ids))
         self.left_out = {
             i: self.left_out.get(i, now_s)
             for i in sorted({*self.left_out, *before} - self.previous)
@@ -340,12 +342,12 @@ class Roster:
         for member in quorum.members:
             heal = self.heals.pop(member.name, None)
             if member.state != quorum.reference:
-                self.heals[member.name] = heal = heal or HealState(m.process_of(member.replica_id), 0, now_s)
+                self.heals[member.name] = heal = heal or HealState(m.incarnation_of(member.replica_id), 0, now_s)
                 heal.quorum_id, heal.since_s = quorum.quorum_id, now_s
         while len(self.heals) > LOST_KEPT + len(quorum.members):
             self.heals.popitem(last=False)
         self.claims = {member.name: Claim(member.replica_id, now_s) for member in quorum.members}
-        touched = before | self.previous  # candidates, too: a process may be a previous member under its former id
+        touched = before | self.previous  # candidates, too: an incarnation may be a previous member under its former id
         for replica_id in [*sorted(touched), *(i for i in self.candidates if i not in touched)]:
             self.update_sets(replica_id)
 
@@ -385,17 +387,17 @@ class Roster:
 
 
 def pairs_among(ids: Collection[str], blames: Mapping[str, Collection[str]]) -> Pairs:
-    """Returns the pairs among `ids` in which at least one blames the other. `blames`: id -> processes that it blames."""
-    processes = {m.process_of(replica_id): replica_id for replica_id in ids} if blames else {}
+    """Returns the pairs among `ids` in which at least one blames the other. `blames`: id -> incarnations that it blames."""
+    incarnations = {m.incarnation_of(replica_id): replica_id for replica_id in ids} if blames else {}
     there = frozenset(ids)
-    named = ((i, processes[other]) for i in blames if i in there for other in blames[i] if other in processes)
+    named = ((i, incarnations[other]) for i in blames if i in there for other in blames[i] if other in incarnations)
     return frozenset(frozenset(pair) for pair in named if pair[0] != pair[1])
 
 
 def pairs_with(replica_id: str, ids: Iterable[str], blames: Mapping[str, Collection[str]]) -> Pairs:
     """Returns only the pairs that contain `replica_id`, which costs far less than all pairs."""
-    me, named = m.process_of(replica_id), blames.get(replica_id, ())
-    others = (i for i in ids if i != replica_id and (m.process_of(i) in named or me in blames.get(i, ())))
+    me, named = m.incarnation_of(replica_id), blames.get(replica_id, ())
+    others = (i for i in ids if i != replica_id and (m.incarnation_of(i) in named or me in blames.get(i, ())))
     return frozenset(frozenset((replica_id, i)) for i in others)
 
 

@@ -65,7 +65,7 @@ from ft.protocol.messages import (
     State,
     Vote,
     describe_step,
-    process_of,
+    incarnation_of,
 )
 
 # steps in which a slot may be UNABLE, and attempts that a step may have on one generation, before the job stops or skips the slots for good
@@ -114,10 +114,10 @@ class Ledger:
         self.holes: list[int] = []  # sorted
         self.unable = Counter[int]()  # hole -> number of steps in which it was UNABLE
         # slots that are never trained on: UNABLE too often, or of a step that no group has applied
-        self.skipped: list[int] = []
+        self.given_up: list[int] = []
         self.rewinds: list[Rewound] = []  # as many as the number of the branch
-        # ranges of positions that the newest commit left out for good, by `skip`
-        self.passed: tuple[tuple[int, int], ...] = ()
+        # ranges of positions that the newest commit left out for good, by the setting `skip`
+        self.left_out: tuple[tuple[int, int], ...] = ()
         # the open assignment: slot -> replica_id, by replica_rank; the dict is replaced, never changed
         self.assignment: dict[int, str] = {}
 
@@ -149,13 +149,15 @@ class Ledger:
         become holes at the commit instead. Slots of present groups stay, since they may be computed already."""
         if not self.slots_per_step:
             return
-        present = {process_of(replica_id) for replica_id in participants}
-        owned = Counter(map(process_of, self.assignment.values()))
+        present = {incarnation_of(replica_id) for replica_id in participants}
+        owned = Counter(map(incarnation_of, self.assignment.values()))
         reassigned = dict(self.assignment)
         for slot, owner in self.assignment.items():
-            if process_of(owner) not in present:
-                reassigned[slot] = new_owner = min(participants, key=lambda replica_id: owned[process_of(replica_id)])
-                owned[process_of(new_owner)] += 1
+            if incarnation_of(owner) not in present:
+                reassigned[slot] = new_owner = min(
+                    participants, key=lambda replica_id: owned[incarnation_of(replica_id)]
+                )
+                owned[incarnation_of(new_owner)] += 1
         self.assignment = reassigned
 
     @property
@@ -168,8 +170,8 @@ class Ledger:
         self.assignment = {}
 
     def commit(self, tokens: Sequence[float], *, skip: bool = False) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Commits the open assignment. Returns the slots that contributed, and those that were UNABLE in MAX_UNABLE steps: skipped for good
-        if `skip`, else a reason to stop. `tokens`: for each assigned slot, in order, its valid tokens; 0: none; or UNABLE."""
+        """Commits the open assignment. Returns the slots that contributed, and those that were UNABLE in MAX_UNABLE steps: given up for
+        good if `skip`, else a reason to stop. `tokens`: for each assigned slot, in order, its valid tokens; 0: none; or UNABLE."""
         assert len(tokens) == len(self.assignment), f"{len(tokens)} token counts for {len(self.assignment)} slots"
         slots = list(self.assignment)
         committed = tuple([slot for slot, count in zip(slots, tokens, strict=True) if count > 0])
@@ -179,11 +181,11 @@ class Ledger:
         exhausted = {slot for slot, times in self.unable.items() if times >= MAX_UNABLE} - contributed
         exhausted_slots = tuple(slot for slot in slots if slot in exhausted) if exhausted else ()
         gone = contributed | (set(exhausted_slots) if skip else set())
-        self.skipped += exhausted_slots if skip else ()
+        self.given_up += exhausted_slots if skip else ()
         before, self.position = self.position, max([self.position, *(slot + self.slot_size for slot in slots)])
         holes = sorted({*self.holes, *slots} - gone)
         self.holes = [hole for hole in holes if not self._skipped_until(hole)] if self._skip else holes
-        self.passed = self._left_out(before, slots, holes) if self._skip else ()
+        self.left_out = self._ranges_left_out(before, slots, holes) if self._skip else ()
         self.unable = Counter({slot: count for slot, count in self.unable.items() if slot not in gone})
         self.assignment = {}
         return committed, exhausted_slots
@@ -192,7 +194,7 @@ class Ledger:
         """Returns the end of a range of `skip` that has a position of the slot; 0: there is none."""
         return next((end for first, end in self._skip if first < slot + self.slot_size and slot < end), 0)
 
-    def _left_out(self, first: int, slots: Sequence[int], holes: Sequence[int]) -> tuple[tuple[int, int], ...]:
+    def _ranges_left_out(self, first: int, slots: Sequence[int], holes: Sequence[int]) -> tuple[tuple[int, int], ...]:
         """Returns the ranges from `first` on that are not in the slots assigned, and the holes that `skip` has."""
         ranges = [(hole, hole + self.slot_size) for hole in holes if self._skipped_until(hole)]
         for slot in sorted(slot for slot in slots if slot >= first):
@@ -226,7 +228,7 @@ class Ledger:
             "position": self.position,
             "holes": list(self.holes),
             "unable": [[slot, count] for slot, count in sorted(self.unable.items())],
-            "skipped": list(self.skipped),
+            "skipped": list(self.given_up),
             "pending": [[slot, replica_id] for slot, replica_id in self.assignment.items()],
         }
 
@@ -244,7 +246,7 @@ class Ledger:
         self.holes = sorted(slot + part for slot in holes for part in range(0, old, self.slot_size))
         same = old == self.slot_size
         self.unable = Counter({int(slot): int(count) for slot, count in state.get("unable", ())} if same else {})
-        self.skipped = [int(slot) for slot in state.get("skipped", ())]
+        self.given_up = [int(slot) for slot in state.get("skipped", ())]
         self.rewinds = _rewinds_in(state)
         open_assignment = state.get("pending", ()) if keep_assignment and same else ()
         self.assignment = {int(slot): str(replica_id) for slot, replica_id in open_assignment}
@@ -393,7 +395,7 @@ class StepMachine:
             case m.HealEnded():
                 self._on_heal_ended(event)
             case m.Skipped(slots):
-                self.ledger.skipped += slots
+                self.ledger.given_up += slots
                 self.reason = "the step is not applied: its slots are skipped"
             case m.Leaving(None):
                 self._leaving, self.reason = True, "leaves after the next commit"
@@ -552,8 +554,8 @@ class StepMachine:
         """Returns this group's slots, also those assigned to a former id of its process. Constant during an attempt."""
         if self.void or self._healed_in_generation or self.quorum is None:
             return ()
-        me = process_of(self.quorum.replica_id)
-        return tuple([slot for slot, owner in self.ledger.assignment.items() if process_of(owner) == me])
+        me = incarnation_of(self.quorum.replica_id)
+        return tuple([slot for slot, owner in self.ledger.assignment.items() if incarnation_of(owner) == me])
 
     def _launch(self) -> None:
         """Launches the all-reduce: of the gradients of `_slots`, if they are usable (finite, with valid tokens); else of zeros."""
@@ -740,7 +742,7 @@ class StepMachine:
                 quorum_size=len(quorum.members),
                 slots=tuple(zip(contributed, contributors, strict=True)),
                 holes=tuple(self.ledger.holes),
-                skipped=self.ledger.passed,
+                left_out=self.ledger.left_out,
                 rewound=self.ledger.begun_by(self.step % BRANCH) if self.ledger.rewinds else None,
                 held=held,
                 leave=self.step % BRANCH == self._leave_at_step or (self._leave_announced and not held),
@@ -929,6 +931,6 @@ class StepMachine:
 
 @lru_cache(64)  # a process that drives several ranks makes the same call for each
 def _ranks_of(owners: tuple[str, ...], members: tuple[str, ...]) -> tuple[int, ...]:
-    """Returns the replica ranks of the members whose processes have these ids."""
-    processes = set(map(process_of, owners))
-    return tuple(rank for rank, replica_id in enumerate(members) if process_of(replica_id) in processes)
+    """Returns the replica ranks of the members of these incarnations."""
+    incarnations = set(map(incarnation_of, owners))
+    return tuple(rank for rank, replica_id in enumerate(members) if incarnation_of(replica_id) in incarnations)

@@ -94,7 +94,8 @@ class Run(train.Run):
         self.parameters = [parameter for part in self.model.parts for parameter in part.parameters()]
         self.coordinate, self.progress, self.pending_requests = case.sizes.coordinate(case.rank), Progress(), 0
         fakes: Any = SimpleNamespace
-        self.signals, self.save_overdue, self.world = fakes(pending=0), False, fakes(world_size=case.sizes.world_size)
+        self.signals, self.save_overdue, self.budgets_end = fakes(pending=0), False, False
+        self.world, self.data = fakes(world_size=case.sizes.world_size), fakes(end=None)
         self.log, self.events, self.metrics_processor = fakes(), fakes(heals=0), fakes(step=drop, trained_slots=drop)
         self.slot_size = self.inner_steps = 1
         tokens = torch.zeros(batch, length, dtype=torch.int64)

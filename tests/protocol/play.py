@@ -472,7 +472,7 @@ class RankPlayer(Player):
             held,
             f"slots {slots or 'none'}",
             f"holes {ledger.holes or 'none'}",
-            f"skipped {ledger.skipped or 'none'}",
+            f"skipped {ledger.given_up or 'none'}",
             f"left out {ledger.rewinds[-1].left_out}" if ledger.rewinds else "",
         )
 

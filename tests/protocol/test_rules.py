@@ -332,7 +332,7 @@ def counted_anew(machine: LighthouseMachine) -> list[Any]:
     alive = {i: peer for i, peer in roster.peers.items() if i in roster.order and i not in roster.sitting}
     calls = {i: peer.call.member for i, peer in alive.items() if peer.call}
     previous = set(machine.quorum.ids if machine.quorum else ())
-    of_them = {i for i in alive if m.process_of(i) in map(m.process_of, previous)}
+    of_them = {i for i in alive if m.incarnation_of(i) in map(m.incarnation_of, previous)}
     theirs = {i for i, peer in alive.items() if peer.kind == "torchft"}
     called = {i for i, peer in alive.items() if peer.called}
     healthy = {i for i in called | (alive.keys() & previous) | theirs if alive[i].kind == roster.kind}

@@ -327,6 +327,7 @@ class Trainer(train.Run):
             origin=SimpleNamespace(explain=str),
             training=SimpleNamespace(steps=plan.steps),
             validation=SimpleNamespace(enable=False),
+            fault_tolerance=SimpleNamespace(enable=True),
             checkpoint=CheckpointConfig(
                 interval=plan.interval,
                 keep_latest_k=plan.keep,
@@ -337,7 +338,8 @@ class Trainer(train.Run):
         self.world, self.coordinate = SimpleNamespace(global_rank=0, world_size=1), SimpleNamespace(counts_tokens=True)  # type: ignore[assignment]
         self.device, self.progress, self.signals = torch.device("cpu"), Progress(clock), group  # type: ignore[assignment]
         self.log, self.manager = Lines(), group.manager  # type: ignore[assignment]
-        self.pending_requests, self.save_overdue, self.loader = 0, False, SimpleNamespace(load=iter)
+        self.pending_requests, self.save_overdue, self.budgets_end = 0, False, False
+        self.loader = SimpleNamespace(load=iter)
         self.background_writer = BackgroundWriter(self.report_storage, clock=clock)
         writes = lambda: group.manager.writer_quorum  # noqa: E731
         self.relay = MetricsWriter(

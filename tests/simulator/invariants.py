@@ -112,8 +112,10 @@ class Truth:
     def _goes_on(self, quorum: m.Quorum) -> None:
         """From the furthest state that a process of the previous quorum holds: what another one holds beyond that was left behind when
         the previous quorum was formed without it. Where none of those is there, from the furthest of all."""
-        states = {m.process_of(x.replica_id): x.state for x in quorum.members if not x.void}
-        up_to_date_candidates = [states[process] for process in map(m.process_of, self.newest.ids) if process in states]
+        states = {m.incarnation_of(x.replica_id): x.state for x in quorum.members if not x.void}
+        up_to_date_candidates = [
+            states[process] for process in map(m.incarnation_of, self.newest.ids) if process in states
+        ]
         allowed = {max(up_to_date_candidates or states.values(), default=None)}
         if self.forgetful:  # the lighthouse may not know the previous one
             allowed.add(max(states.values(), default=None))

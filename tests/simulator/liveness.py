@@ -121,7 +121,7 @@ class Liveness:
 
     def _note_extras(self, able: list[GroupNode]) -> None:
         setting, times = self.cluster.setting, self.cluster.times
-        newest = {m.process_of(replica_id) for replica_id in self.cluster.truth.newest.ids}
+        newest = {m.incarnation_of(replica_id) for replica_id in self.cluster.truth.newest.ids}
         if any(rank.machine.heal for group in self.cluster.live() for rank in group.ranks):
             self._extra["a heal"] = times.heal_grace_s * (2 if self._heals else 1)  # one that fails, and the next
         if any(group.process_id not in newest for group in able):

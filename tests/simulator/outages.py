@@ -197,7 +197,7 @@ class Outages:
         """At one instant; with their hosts, or with a word from their kernels."""
         live = self.cluster.live()
         for group in live[:: 2 if fault.who % 2 else -2][: (len(live) + 1) // 2]:
-            for process in self._processes(group):
+            for process in self._incarnations(group):
                 process.dark = fault.share < 0.5
             self._kill(group)
 
@@ -254,14 +254,14 @@ class Outages:
         group = live[int(fault.share * 16) % len(live)]
         group.harmed = True
         self.harm.disturb(group, lasts_s)
-        processes = self._processes(group)
+        processes = self._incarnations(group)
         self.harm.stop([processes[:1], processes[1:2], processes][kind - 1], lasts_s)
 
     def _suspended(self, fault: Fault) -> None:
         """A host, or all of them (a laptop's lid). The clock that trainers go by stands still meanwhile."""
         cluster, live = self.cluster, self.cluster.live()
         groups = live if fault.share < 0.4 else live[fault.who % max(1, len(live)) :][:1]
-        processes = [process for group in groups for process in self._processes(group)]
+        processes = [process for group in groups for process in self._incarnations(group)]
         if fault.share < 0.4 and cluster.lighthouse is not None:
             processes.append(cluster.lighthouse.process)
         for group in groups:
@@ -280,5 +280,5 @@ class Outages:
         group.harmed = True
         group.kill()
 
-    def _processes(self, group: GroupNode) -> list[Process]:
+    def _incarnations(self, group: GroupNode) -> list[Process]:
         return [group.process, *(rank.process for rank in group.ranks)]

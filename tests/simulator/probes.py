@@ -60,7 +60,7 @@ class Prober:
     def _answers(self, member: str) -> bool:
         """A kernel does, also for a process that is stopped, or gone: it refuses."""
         rank = self._rank
-        name, _, number = m.process_of(member).partition(":")
+        name, _, number = m.incarnation_of(member).partition(":")
         node = rank.cluster.nodes.get(f"http://{name}.{number}")
         if node is None or node is rank.group or not rank.cluster.machines.probes:
             return True

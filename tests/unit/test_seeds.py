@@ -25,7 +25,7 @@ class Drawing(train.Run):
         self.config = fakes(training=fakes(seed=seed))
         self.manager, self.progress, self.coordinate = SoloManager(1), Progress(), coordinate
         self.world, self.device, self.signals = fakes(world_size=1), torch.device("cpu"), fakes(pending=0)
-        self.pending_requests, self.save_overdue = 0, False
+        self.pending_requests, self.save_overdue, self.budgets_end = 0, False, False
         self.drawn = list[float]()
         self.loader, self.model = fakes(load=self.load), fakes(forward_backward=self.draw)
 
