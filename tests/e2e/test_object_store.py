@@ -92,6 +92,7 @@ def test_a_run_ends_only_when_the_store_has_its_last_step(server: S3Server):
     assert ObjectStore(f"s3://{BUCKET}/runs/tiny").steps() == [20]
 
 
+@pytest.mark.long
 def test_a_stop_says_what_the_store_lacks(server: S3Server):
     """The exit code is 1, and the same command puts it there."""
     server.fault = "denied"

@@ -124,7 +124,9 @@ def least(
     return found
 
 
-@pytest.mark.parametrize("checkpoint", ["none", pytest.param("full", marks=pytest.mark.long), "op"])
+@pytest.mark.parametrize(
+    "checkpoint", [*(pytest.param(name, marks=pytest.mark.long) for name in ("none", "full")), "op"]
+)
 @pytest.mark.parametrize("layout", ["dp1", "fsdp2", "tp2", "cp2", "fsdp2 tp2"])
 def test_a_rank_takes_what_was_said_to_the_byte(pool: Pool, layout: str, checkpoint: str):
     compare(pool, layout, checkpoint, chunk_tokens=0, passes=1, bound=0)
