@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -183,12 +184,16 @@ def _is_in(item: pytest.Item, beginnings: str | tuple[str, ...]) -> bool:
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)  # before pytest-timeout's clock starts
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
-    if not hasattr(item.config, "workerinput") or _is_in(item, MANY_SEEDS):
-        return (yield)
-    lock = Path(tempfile.gettempdir(), f"pharos-tests-{item.config.workerinput['testrunuid']}")
-    with lock.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX if _is_in(item, ALONE) else fcntl.LOCK_SH)
-        return (yield)
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        if not hasattr(item.config, "workerinput") or _is_in(item, MANY_SEEDS):
+            return (yield)
+        lock = Path(tempfile.gettempdir(), f"pharos-tests-{item.config.workerinput['testrunuid']}")
+        with lock.open("w") as file:
+            fcntl.flock(file, fcntl.LOCK_EX if _is_in(item, ALONE) else fcntl.LOCK_SH)
+            return (yield)
+    finally:
+        signal.signal(signal.SIGTERM, before)  # scripts that are run in this process set it
 
 
 def is_only_with_all(name: str) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,9 +17,7 @@ def in_the_folder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Non
     """Changes to a folder with tiny.toml and its text."""
     monkeypatch.chdir(folder)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    before = signal.getsignal(signal.SIGTERM)
     yield
-    signal.signal(signal.SIGTERM, before)  # scripts that are run in this process set it
 
 
 @pytest.fixture(scope="session")

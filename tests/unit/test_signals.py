@@ -124,10 +124,12 @@ def test_a_signal_to_a_forked_child_is_the_childs(watched: Watched) -> None:
     ready, say_ready = os.pipe()
     child = os.fork()
     if child == 0:
-        signal.alarm(20)  # should SIGTERM do nothing
-        os.write(say_ready, b"!")
-        signal.pause()  # SIGTERM has its default action, as before `Signals`
-        os._exit(0)
+        try:
+            signal.alarm(20)  # should SIGTERM do nothing
+            os.write(say_ready, b"!")
+            signal.pause()  # SIGTERM has its default action, as before `Signals`
+        finally:
+            os._exit(0)  # never back into pytest
     os.close(say_ready)
     assert os.read(ready, 1)
     os.close(ready)
