@@ -231,7 +231,8 @@ class Run(Components):
         see the same commit, so all do."""
         size = self.slot_size * self.inner_steps
         frontier = max([slot for slot, _ in commit.slots] + list(commit.holes), default=-size) + size
-        slots = max(commit.quorum_size, len(commit.slots)) * min(STEPS_TO_STOP, self.config.training.steps - step)
+        left = (self.config.training.steps - step) // self.inner_steps
+        slots = max(commit.quorum_size, len(commit.slots)) * min(STEPS_TO_STOP, left)
         if frontier + slots * size > end and not self.budgets_end:
             self.budgets_end = True
             if self.world.global_rank == 0:

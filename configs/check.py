@@ -89,7 +89,8 @@ def check_resume(config: RunConfig, changed: Collection[str], *, world_size: int
         batch = max(0, training.global_batch_size)
         batch = batch or training.local_batch_size * degrees(config.parallelism, world_size).data_parallel
         steps = training.steps - step
-        steps = min(steps, STEPS_TO_STOP) if config.fault_tolerance.enable else steps  # as Components.resume_data
+        if config.fault_tolerance.enable:  # as Components.resume_data
+            steps = min(steps, STEPS_TO_STOP * config.fault_tolerance.inner_steps)
         data.resume_at(ledger["position"], ledger["holes"], changed, steps * batch)
 
     _gather(config, [rule])

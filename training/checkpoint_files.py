@@ -78,9 +78,8 @@ class Manifest:
     config_digest: str  # always empty; kept for format 1
     files: tuple[FileRecord, ...]
     settled: bool = True
-    branch: int = (
-        0  # number of times that the run had gone back to a checkpoint (training.on_spike = "rewind"); absent if 0
-    )
+    # number of times that the run had gone back to a checkpoint (training.on_spike = "rewind"); absent if 0
+    branch: int = 0
 
     @property
     def size_bytes(self) -> int:

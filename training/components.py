@@ -332,7 +332,7 @@ class Components:
         self.metrics_processor.branch_step = self.changed_step = self.manager.step + self.inner_steps
         ledger, left = self.manager.loaded_ledger, self.config.training.steps - self.manager.step
         # several groups reach the end of the budgets at a step that nothing tells beforehand: see Run.check_budgets
-        steps = min(left, STEPS_TO_STOP) if self.config.fault_tolerance.enable else left
+        steps = min(left, STEPS_TO_STOP * self.inner_steps) if self.config.fault_tolerance.enable else left
         begin = ledger.get("position", 0)
         needed = steps * self.slot_size + max(0, position - begin)
         text = self.data.resume_at(begin, ledger.get("holes", ()), self.changes, needed)

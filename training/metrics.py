@@ -83,9 +83,8 @@ class MetricsProcessor:
         self._loss = math.nan
         self._validation_loss: float | None = None  # of the newest validation
         self._after_first_s = 0.0
-        self._interval = dict.fromkeys(
-            ("steps", "tokens", "step_s", "data_s", "device_s"), 0.0
-        )  # sums since the last logging step
+        # sums since the last logging step
+        self._interval = dict.fromkeys(("steps", "tokens", "step_s", "data_s", "device_s"), 0.0)
         self._spent = self._clocks()
         self._group_scalars: Mapping[str, float] = {}
         self._changes: dict[str, str] = {}  # other settings, before this launch's first step with them

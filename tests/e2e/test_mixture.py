@@ -38,7 +38,7 @@ def make_stores(folder: Path) -> None:
 
 @pytest.mark.timeout(2 * WAIT_S)
 def test_a_job_of_groups_ends_before_its_budgets(tmp_path: Path, cleanup: ExitStack, monkeypatch: pytest.MonkeyPatch):
-    """Whose steps one group alone could make; a start after that is refused."""
+    """The budgets last for all steps of one group, but not of two; a start after the end is refused."""
     monkeypatch.chdir(tmp_path)
     make_stores(tmp_path)
     budgets = "".join(f'[[training.sources]]\npath = "stores/{name}"\ntokens = {64 * 32}\n' for name in WEIGHTS)

@@ -76,7 +76,7 @@ def rewinds(run: Path) -> list[SampleRow]:
 
 
 def rewinds_in(run: Path, step: int) -> list[tuple[int, int]]:
-    """Where each rewind in the ledger of a checkpoint led, and from which step."""
+    """Returns the rewinds in the ledger of a checkpoint: to which step each led, and from which."""
     ledger = json.loads(checkpoint_values(checkpoint(run, step))["ledger.ledger"])
     return [(back_to, spiked) for back_to, spiked, _, _ in ledger.get("rewinds", ())]
 

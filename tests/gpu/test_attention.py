@@ -62,7 +62,7 @@ def test_the_last_queries_take_flash_attention_and_no_mask(t: int) -> None:
 
 
 def document_starts(t: int) -> Tensor:
-    """Of the last t queries: one document, and several of which some begin before them."""
+    """Returns the starts [2, t] for the last t of S queries: of one document, and of several, some of which begin before them."""
     begins = torch.zeros(2, S, dtype=torch.bool)
     begins[1, [3, 140, 141, 300, 430]] = True
     return torch.arange(S).where(begins, 0).cummax(1).values[:, -t:]
