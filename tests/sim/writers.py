@@ -39,7 +39,7 @@ from training.saver import GRACE_S, PAUSE_S, Saver
 from training.signals import SAVE, STOP
 from training.writer_lease import WriterLease
 
-LIMIT_S = 3600.0  # a job of some minutes, with all that is done to it
+LIMIT_S = 900.0  # a job of some minutes, with all that is done to it
 KNOWN_S = 5.0  # a death is known after this at the latest
 ERRORS = (errno.ENOSPC, errno.EROFS, errno.EIO)
 WHO = ("all", "the writer", "the others")

@@ -185,8 +185,8 @@ class Cluster:
         self.world.run(lambda: bool(self.stopped_because) or self._over)
         for group in self.live():
             for rank in group.ranks:
-                # else its trainer has yet to catch up
-                if rank.weights is not None and rank.commit_id == rank.machine.commit_id:
+                # else its trainer has yet to catch up, or to leave the spike's data out
+                if rank.weights is not None and rank.commit_id == rank.machine.commit_id and not rank.is_to_go_back:
                     self.truth.ledger(rank.process.name, rank.commit_id, rank.machine.state_dict()["ledger"])
 
     def _watch(self) -> None:

@@ -32,7 +32,7 @@ class Harm:
         cluster.calm_since_s = self.world.now_s
         known_s = faults.DETECTION_S[fault.kind]
         waits = [group for group in live if not any(rank.trainer.hangs for rank in group.ranks)]
-        if fault.kind == "trainer hangs" and len(waits) < 3:
+        if fault.kind == "trainer hangs" and 2 * (len(waits) - 1) <= len(live):
             known_s = faults.ALL_HUNG_S  # the groups that wait are no majority
         cluster.liveness.fault(fault.kind, known_s, fault.lasts_s)
         if fault.kind in self.outages.of:

@@ -53,6 +53,11 @@ class Committed:
                 yield at
                 at = at.parent
 
+    def has_commits_after(self, era: int) -> bool:
+        """Returns True if a step is committed after this one. A branch that begins is none: each rank loads a checkpoint, and the
+        job may be restarted from it before the first commit."""
+        return any(child.has_commits_after(era) if child.begins_branch else child.era == era for child in self.children)
+
     def at(self, step: int) -> Committed | None:
         found: Committed | None = self
         while found is not None and found.step > step:
@@ -270,9 +275,10 @@ class Truth:
             parent.children.append(record)
             if len(parent.children) > 1:
                 self.cluster.world.seen["an unsettled step has two versions"] += 1
-            others = parent.parent.children if parent.parent else []
-            rivals = [o for o in others if o is not parent and any(child.era == self.era for child in o.children)]
-            require(not rivals, f"a fork two steps deep: {parent.commit_id} and {[r.commit_id for r in rivals]} go on")
+            voted = parent.parent if parent.begins_branch and parent.parent else parent
+            others = voted.parent.children if voted.parent else []
+            rivals = [other for other in others if other is not voted and other.has_commits_after(self.era)]
+            require(not rivals, f"a fork two steps deep: {voted.commit_id} and {[r.commit_id for r in rivals]} go on")
         for slot in slots:
             twice = [other for other in self._trained.get(slot, ()) if record.at(other.step) is other]
             require(not twice, f"slot {slot} is trained on in step {record.step} and in step {[t.step for t in twice]}")

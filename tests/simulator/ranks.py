@@ -87,6 +87,7 @@ class RankNode:
         self.machine = cluster.machines.step(config, cluster.machines.ledger(1, cluster.setting.slots_per_step))
         self.weights: int | None = INITIAL  # None: void, the state is arriving
         self.commit_id = ""  # of the weights, as the truth knows them
+        self.is_to_go_back = False  # its last commit is a spike, after which the job goes back to a checkpoint
         self.launched = 0  # reductions in the newest quorum
         self.waiting = self.past_sums = False
         self.waits_since_s = 0.0
@@ -530,7 +531,7 @@ class RankNode:
         assert self.weights is not None, f"{self.process.name} commits on a void state"
         self._kept = NOTHING
         # like the sums, which a trainer decides from, this is the same in all groups
-        goes_back = self.cluster.setting.rewinds and int(effect.commit_id[2:5], 16) < 80
+        self.is_to_go_back = goes_back = self.cluster.setting.rewinds and int(effect.commit_id[2:5], 16) < 80
         is_spike = goes_back or (self.cluster.setting.spikes and int(effect.commit_id[:2], 16) < 32)
         self.weights = self.weights if is_spike else digest(self.weights, sums.text, effect.divisor)
         self.step = effect.step
@@ -647,7 +648,7 @@ class RankNode:
     def goes_back(self) -> None:
         """As ft.manager.Manager.rewind: effects of held steps, of the state that is given up, are dropped."""
         self._went_back_from, self.weights, points = self.commit_id, None, [x.step for x in self.machine.ledger.rewinds]
-        spiked, queue = self.step, self.trainer.queue
+        spiked, queue, self.is_to_go_back = self.step, self.trainer.queue, False
         self.trainer.waits = ("inside", None)
         self.feed(m.Rewind("a spike"))
         kinds = [type(effect) for effect in queue]
