@@ -79,7 +79,11 @@ def to_toml(config: RunConfig) -> str:
 
 
 def _tables(config: RunConfig) -> dict[str, dict[str, Any]]:
-    return {name: asdict(getattr(config, name)) for name in section_types(type(config))}
+    tables = {name: asdict(getattr(config, name)) for name in section_types(type(config))}
+    for span in tables["training"]["skip"]:
+        if not span["source"]:
+            del span["source"]  # runs from before it could be set have the same text
+    return tables
 
 
 def _texts(tables: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, str]]:

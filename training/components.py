@@ -178,7 +178,7 @@ class Components:
             settings,
             self.environment,
             slot_size=self.slot_size,
-            skip=[(span.first, span.end) for span in config.training.skip],
+            skip=[(span.first, span.end) for span in config.training.skip if not span.source],
             folder=self.group_folder,
             device_type=gradient_device_type(config, self.device.type),
             store=world.store,

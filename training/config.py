@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -45,10 +46,14 @@ class SourceConfig:
 
 @dataclass(frozen=True)
 class SkipConfig:
-    """[[training.skip]]: positions in the data, as in samples.jsonl, that are not trained on; the batches with any of them are left out."""
+    """[[training.skip]]: data that is not trained on. Positions, as in samples.jsonl: each batch that has one of them is left out.
+    Documents of a store: the sequences are made of the others."""
 
-    first: Annotated[int, "first position", ">= 0"]
-    end: Annotated[int, "position after the last", ">= 1"]
+    first: Annotated[int, "first position, or document", ">= 0"]
+    end: Annotated[int, "position, or document, after the last", ">= 1"]
+    source: Annotated[str, 'store of the documents: its name, or its folder (training.dataset_path); "": positions'] = (
+        ""
+    )
 
     def check(self, key: str) -> None:
         if self.end <= self.first:
@@ -79,7 +84,9 @@ class TrainingConfig:
         ">= 0",
         "< 1",
     ] = 0.03
-    skip: Annotated[tuple[SkipConfig, ...], "positions in the data that are not trained on"] = ()
+    skip: Annotated[
+        tuple[SkipConfig, ...], "positions in the data, or documents of a store, that are not trained on"
+    ] = ()
     local_batch_size: Annotated[int, "sequences of one forward and backward pass of a data-parallel rank", ">= 1"] = 8
     global_batch_size: Annotated[
         int, "sequences per step of one replica group; -1: local x data-parallel ranks", ">= -1", "!= 0"
@@ -119,11 +126,22 @@ class TrainingConfig:
     gc_freq: Annotated[int, "steps between garbage collections; 0: Python's automatic collection", ">= 0"] = 50
     dataloader: Annotated[DataloaderConfig, "prefetching of batches"] = field(default_factory=DataloaderConfig)
 
+    @property
+    def store_names(self) -> list[str]:
+        """Names of the stores, in their order."""
+        return [source.label for source in self.sources] or [self.dataset_path] * (self.dataset == "store")
+
     def check(self) -> None:
         for index, source in enumerate(self.sources):
             source.check(f"training.sources[{index}]")
         for index, span in enumerate(self.skip):
             span.check(f"training.skip[{index}]")
+            if span.source and span.source not in (names := self.store_names):
+                near = difflib.get_close_matches(span.source, names, n=1, cutoff=0.0)
+                legal = (
+                    f"legal: {', '.join(names)}; nearest: {near[0]}" if near else 'it needs training.dataset = "store"'
+                )
+                raise ValueError(f'training.skip[{index}].source = "{span.source}": no store has that name; {legal}')
         if self.skip and self.dataset == "huggingface":
             raise ValueError(
                 'training.skip: training.dataset = "huggingface" is a stream, which has no positions; prepare it with '

@@ -23,7 +23,7 @@ import torch
 import train
 from bench.job import Forked, LighthouseProcess, our_lighthouse, rows, until
 from bench.resume import checkpoint, checkpoint_digests, checkpoint_values
-from scripts import prepare_data
+from scripts import prepare_data, show_data
 from scripts.samples import Range, RunBegin, prove, read, sentences
 from tests.scripts.tiny_job import CONFIG, ROOT, WAIT_S, newest
 from tests.unit.data_corpus import write_jsonl
@@ -47,6 +47,7 @@ CASES = {
     "seq_len": ("training.seq_len", "48"),
     "sources": ("training.sources", WEIGHTS % (1.0, 3.0)),
     "seed": ("training.seed", "7"),
+    "documents-left-out": ("training.skip", "[{first = 12, end = 22, source = 'a'}]"),
     # the ledger
     "batch": ("training.global_batch_size", "4"),
     "skip": ("training.skip", "[{first = 24, end = 27}]"),
@@ -175,8 +176,16 @@ def assert_branch(run: Path, case: str) -> None:
     assert (run / "config.toml").read_text().partition(f"[{table}]")[2].count(f"\n{name} = {value[:2]}") == 1
 
 
+def documents_of(shown: str, source: str) -> set[int]:
+    """The documents of a source in the output of show_data.py."""
+    blocks = [
+        block for block in re.split(r"position \d+: ", shown) if block.partition("\n")[0].endswith(f" of {source}")
+    ]
+    return {int(number) for block in blocks for number in re.findall(r"^  document (\d+), ", block, re.MULTILINE)}
+
+
 @pytest.mark.parametrize("case", PARAMETERS)
-def test_one_group(start: Callable[..., Launch], case: str):
+def test_one_group(start: Callable[..., Launch], case: str, capsys: pytest.CaptureFixture[str]):
     key, value = CASES[case]
     run, change, allow = copy(f"{case}-1"), f"--{key}={value}", f"--resume.allow={key}"
     if case == "lr":
@@ -189,13 +198,19 @@ def test_one_group(start: Callable[..., Launch], case: str):
     killed.kill()
     assert killed.text.count(f"branch: from the next step on {key} ") == 1
     epoch = f"data: a new epoch begins at sequence {FRONTIER}; " in killed.text
-    assert epoch is (case in ("seq_len", "sources", "seed"))
+    assert epoch is (case in ("seq_len", "sources", "seed", "documents-left-out"))
     last = (newest(run) // 10 + 1) * 10
     resumed = start(run.name, f"--training.steps={last}", change, allow)
     assert "branch:" not in resumed.end(), "the same command is no second branch"
     assert_branch(run, case)
 
-    other, unchanged = copy(f"{case}-1-copy", run), copy(f"{case}-1-unchanged")
+    if case == "documents-left-out":
+        assert show_data.main([f"outputs/{run.name}", f"0-{FRONTIER + 500}"]) == 0
+        shown = capsys.readouterr().out.partition(f"position {FRONTIER}: ")
+        left_out = set(range(12, 22))
+        assert documents_of(shown[0], "a") & left_out and not documents_of(shown[2], "a") & left_out
+        assert documents_of(shown[2], "a") >= {*range(12), *range(22, 60)}
+    other, unchanged = copy(f"{run.name}-copy", run), copy(f"{run.name}-unchanged")
     start(other.name, f"--training.steps={last}", change).end()
     start(unchanged.name, f"--training.steps={last}").end()
     assert state(run, last) == state(other, last) != state(unchanged, last)
@@ -208,7 +223,7 @@ def test_two_groups(start_group: Callable[..., Launch], case: str):
     last = two_groups(start_group, run.name, change, f"--resume.allow={key}")
     assert_branch(run, case)
 
-    other = copy(f"{case}-2-copy", run)
+    other = copy(f"{run.name}-copy", run)
     start_group("calm", other.name, change, f"--training.steps={last}").end()
     assert state(run, last) == state(other, last)
 

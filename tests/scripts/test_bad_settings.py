@@ -101,6 +101,8 @@ CASES = [
     Case("heads do not divide", "--model.n_heads = 7: must divide model.dim = 256 into heads of an even width (rotary positions rotate pairs); nearest: 4 or 8", ("--model.n_heads=7",), nproc=1),
     Case("no checkpoint to go back to", '--training.on_spike = "rewind": checkpoint.enable = false, so there is no checkpoint to go back to; set it to true, or nearest: "skip"', ("--training.on_spike=rewind", "--checkpoint.enable=false")),
     Case("a stream that cannot go on behind its data", '--training.on_spike = "rewind": training.dataset = "huggingface" is a stream, which cannot pass over the data since a checkpoint; prepare it with scripts/prepare_data.py, or nearest: "skip"', ("--training.on_spike=rewind", "--training.dataset=huggingface", "--training.dataset_path=a/b")),
+    Case("documents of no store", '--training.skip[0].source = "c4": no store has that name; it needs training.dataset = "store"', ("--training.skip=[{source='c4', first=1, end=2}]",), nproc=1),
+    Case("documents of another store", '--training.skip[0].source = "bouks": no store has that name; legal: web, books; nearest: books', ("--training.skip=[{source='bouks', first=1, end=2}]", "--training.dataset=store", "--training.sources=[{path='web'}, {path='books'}]"), nproc=1),
     Case("more steps than a branch has", "--training.steps = 1073741824: must be below 2^30; nearest: 1073741823", ("--training.steps=1073741824",)),
     Case("no such model", '--model.name = "lama": there is no models/lama.py; there are: llama, moe, qwen3', ("--model.name=lama",)),
     Case("run name with a slash", '--job.name = "a/b": must be the name of one folder, which is created in job.dump_folder', ("--job.name=a/b",)),

@@ -111,6 +111,31 @@ def test_documents_start_at_the_bounds_of_the_store(store: Store, part: str):
         assert mixture.document_starts(position).tolist() == starts.tolist()
 
 
+@pytest.mark.parametrize("skip", [[(3, 5)], [(0, 10)], [(8, 22), (20, 23), (52, 53)], [(9, 10), (45, 53), (0, 1)]])
+def test_documents_that_are_left_out_are_in_no_sequence(store: Store, skip: list[tuple[int, int]]):
+    order = pickle.loads(pickle.dumps(StoreOrder(store, "train", seed=1, seq_len=7, skip=skip)))
+    numbers = [number for number in range(53) if not any(first <= number < end for first, end in skip)]
+    stream = [d * WORDS + word for d in numbers if d % 10 != 9 for word in range(WORDS)]
+    count = order.sequences_per_epoch
+    assert (order.tokens_per_epoch, count) == (len(stream), (len(stream) - 1) // 7)
+    for epoch in range(3):
+        found = sorted(order.sequence(epoch * count + turn).tolist() for turn in range(count))
+        at = stream.index(found[0][0])
+        assert found == [stream[at + 7 * turn :][:8] for turn in range(count)] and at < 7
+    whole = StoreOrder(store, "train", seed=1, seq_len=7)
+    assert all(
+        whole.sequence(p).tolist() == StoreOrder(store, "train", seed=1, seq_len=7, skip=[]).sequence(p).tolist()
+        for p in range(60)
+    )
+    for position in range(count):
+        tokens, starts = order.sequence(position), order.document_starts(position)
+        assert order.documents(position) == list(dict.fromkeys(int(token) // WORDS for token in tokens))
+        assert all(start in (0, i) or tokens[start] % WORDS == 0 for i, start in enumerate(starts))
+        assert all(
+            (start == i) for i, (token, start) in enumerate(zip(tokens, starts, strict=True)) if token % WORDS == 0
+        )
+
+
 @given(count=st.integers(1, 500), key=st.binary(min_size=16, max_size=16))
 def test_it_permutes(count: int, key: bytes):
     assert sorted(permuted(index, count, key) for index in range(count)) == list(range(count))

@@ -12,7 +12,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from training.config import SourceConfig, TrainingConfig, ValidationConfig
+from training.config import SkipConfig, SourceConfig, TrainingConfig, ValidationConfig
 from training.data.cache import Corpus, open_corpus
 from training.data.loader import BatchSource, MicrobatchSampler, open_loader
 from training.data.order import (
@@ -39,19 +39,24 @@ class DataSegment:
 
     first: int
     digest: str  # of content and tokenizer
-    settings: dict[str, Any]  # seed, seq_len, sources and dataset* of TrainingConfig
+    settings: dict[
+        str, Any
+    ]  # seed, seq_len, sources and dataset* of TrainingConfig; skip: [number of the store, first, end] of documents
 
     @classmethod
     def of(cls, config: TrainingConfig, digest: str) -> DataSegment:
         settings = {
             key: value for key, value in asdict(config).items() if key.startswith(("dataset", "seed", "seq_len"))
         }
-        return cls(0, digest, {**settings, "sources": [asdict(source) for source in config.sources]})
+        stores = config.store_names
+        skip = [[stores.index(span.source), span.first, span.end] for span in config.skip if span.source]
+        return cls(0, digest, {**settings, "sources": [asdict(source) for source in config.sources], "skip": skip})
 
     def continues(self, other: DataSegment) -> bool:
         """Returns True if the order is the same: the text may lie elsewhere, and a setting that a later version adds has its default."""
         mine, theirs = (
             {
+                "skip": [],  # of versions without documents that are left out
                 **each.settings,
                 "dataset_path": "",
                 "sources": [{**source, "path": "", "name": ""} for source in each.settings["sources"]],
@@ -63,7 +68,10 @@ class DataSegment:
     def config(self, config: TrainingConfig) -> TrainingConfig:
         """Returns `config` with the settings of this segment."""
         sources = tuple(SourceConfig(**source) for source in self.settings["sources"])
-        return replace(config, **{**self.settings, "sources": sources})
+        config = replace(config, **{**self.settings, "sources": sources, "skip": ()})
+        stores = config.store_names
+        skip = [SkipConfig(first, end, stores[number]) for number, first, end in self.settings.get("skip", ())]
+        return replace(config, skip=tuple(skip))
 
 
 class _Data:
@@ -138,7 +146,7 @@ class _OrderedData(_Data, ABC):
 
     def loader(self, sampler: MicrobatchSampler, *, pin_memory: bool = False) -> BatchSource:
         """Opens the loader of training, which the caller closes. Raises ValueError as `order` does. `pin_memory`: for copies to CUDA."""
-        self._order = SegmentedOrder(self._orders())
+        self._order = SegmentedOrder(self.orders())
         self._loader = self._open_loader(self._order, sampler, pin_memory)
         return self._loader
 
@@ -178,7 +186,7 @@ class _OrderedData(_Data, ABC):
             left = earlier.left_over(position - before[-1].first) if earlier else 0
             text = f"data: a new epoch begins at sequence {position}"
             text += f"; {left} sequences of the one before are left over" if left else ""
-        orders = self._orders()
+        orders = self.orders()
         for (first, order), (end, _) in pairwise(orders):
             if order is None and (needed := [hole for hole in holes if first <= hole < end]):
                 raise ValueError(
@@ -197,10 +205,11 @@ class _OrderedData(_Data, ABC):
         same, self._segments = segments == self.segments, segments
         continues = segments[-1].continues(self._own)  # else `resume_at` adds one
         if continues and not same and self._order is not None and self._loader is not None:
-            self._order.set(self._orders())
+            self._order.set(self.orders())
             self._loader.renew()
 
-    def _orders(self) -> list[tuple[int, Order | None]]:
+    def orders(self) -> list[tuple[int, Order | None]]:
+        """Returns the first position and the order of each segment; None: its data is gone."""
         return [(segment.first, self._open(number, segment)) for number, segment in enumerate(self.segments)]
 
     def _open(self, number: int, segment: DataSegment) -> StoreOrder | DocumentOrder | Mixture | None:
@@ -261,14 +270,20 @@ class StoredData(_OrderedData):
         self._stores, self._holds_out = stores, config.dataset_held_out > 0
         keys = [store.key for store in stores]
         self.digest = keys[0] if len(keys) == 1 else sha256("".join(keys).encode()).hexdigest()[:32]
+        documents = dict(zip(config.store_names, (store.manifest.documents for store in stores), strict=True))
+        for index, span in enumerate(config.skip):
+            if span.source and span.end > documents[span.source]:
+                raise ValueError(
+                    f"training.skip[{index}].end = {span.end}: the store {span.source} has {documents[span.source]} documents; "
+                    f"nearest: {documents[span.source]}"
+                )
 
     def summary(self) -> str:
         total = sum(store.manifest.tokens for store in self._stores)
         train = sum(shard.train_tokens for store in self._stores for shard in store.manifest.shards)
         train = train if self._holds_out else total
-        names = [source.label for source in self._config.sources] or [self._config.dataset_path]
         return (
-            f"store: {', '.join(names)}, digest {self.digest[:8]}, {short(train)} training tokens, "
+            f"store: {', '.join(self._config.store_names)}, digest {self.digest[:8]}, {short(train)} training tokens, "
             f"{short(total - train)} validation tokens"
         )
 
@@ -278,7 +293,16 @@ class StoredData(_OrderedData):
 
     def order(self, *, seed: int, seq_len: int) -> StoreOrder | Mixture:
         part = "train" if self._holds_out else "all"
-        orders = [StoreOrder(store, part, seed=seed, seq_len=seq_len) for store in self._stores]
+        orders = [
+            StoreOrder(
+                store,
+                part,
+                seed=seed,
+                seq_len=seq_len,
+                skip=[(span.first, span.end) for span in self._config.skip if span.source == name],
+            )
+            for name, store in zip(self._config.store_names, self._stores, strict=True)
+        ]
         if not self._config.sources:
             return orders[0]
         ingredients = []

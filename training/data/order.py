@@ -6,8 +6,9 @@ seq_len inputs, and the targets shifted by one. The last (N - 1) % seq_len token
 Sequences are visited with a fixed stride coprime to their number (`stride`), so that a batch is spread over the epoch. Its time and memory
 grow with the documents.
 
-`StoreOrder`, of a token store of any size: epoch e is the stream of the store's shards from an offset below seq_len, split likewise, and
-its sequences are visited in the order of a permutation that is computed for one position at a time (`permuted`).
+`StoreOrder`, of a token store of any size: epoch e is the stream of the store's shards, without the documents of `skip`, from an offset
+below seq_len, split likewise, and its sequences are visited in the order of a permutation that is computed for one position at a time
+(`permuted`).
 
 `Mixture`, of several stores: the source of position p is entry p of a repeating pattern in proportion to their weights (`pattern`).
 
@@ -176,25 +177,41 @@ def permuted(index: int, count: int, key: bytes) -> int:
 class StoreOrder:
     """The order of a part of a token store: "train", "validation" (what is held out) or "all"."""
 
-    def __init__(self, store: Store, part: str, *, seed: int | None, seq_len: int) -> None:
-        """`seed` None: in the order of the store, for validation. Raises ValueError if `part` has no sequence."""
-        self._store, self._part, self._seed, self.seq_len = store, part, seed, seq_len
-        self._spans = [
-            (shard.train_tokens if part == "validation" else 0, shard.train_tokens if part == "train" else shard.tokens)
-            for shard in store.manifest.shards
-        ]
-        self._ends = np.cumsum([end - start for start, end in self._spans])  # of the shards in the stream of the split
+    def __init__(
+        self, store: Store, part: str, *, seed: int | None, seq_len: int, skip: Sequence[tuple[int, int]] = ()
+    ) -> None:
+        """`seed` None: in the order of the store, for validation. `skip`: ranges of documents that are left out, first to end; they are
+        numbered over the shards. Raises ValueError if `part` has no sequence."""
+        self._store, self._part, self._seed, self.seq_len, self._skip = store, part, seed, seq_len, skip
+        self._spans = list(self._find_spans())  # shard, first id and end of each piece of the stream
+        self._ends = np.cumsum([end - first for _, first, end in self._spans])  # of the pieces in the stream
         self.tokens_per_epoch = int(self._ends[-1])
         self.sequences_per_epoch = (self.tokens_per_epoch - 1) // seq_len
         if self.sequences_per_epoch < 1:
             raise ValueError(
                 f"training.seq_len = {seq_len}: the store {store.folder} has {self.tokens_per_epoch} tokens for "
-                f"{'validation' if part == 'validation' else 'training'}, too few for one sequence; "
+                f"{'validation' if part == 'validation' else 'training'}{' besides training.skip' if skip else ''}, "
+                f"too few for one sequence; "
                 f"legal: 1 to {max(self.tokens_per_epoch - 1, 1)}, or add text"
             )
 
     def __reduce__(self) -> tuple[object, ...]:
-        return partial(StoreOrder, seed=self._seed, seq_len=self.seq_len), (self._store, self._part)
+        return partial(StoreOrder, seed=self._seed, seq_len=self.seq_len, skip=self._skip), (self._store, self._part)
+
+    def _find_spans(self) -> Iterator[tuple[int, int, int]]:
+        documents = 0  # of the shards before
+        for number, shard in enumerate(self._store.manifest.shards):
+            at = shard.train_tokens if self._part == "validation" else 0
+            end = shard.train_tokens if self._part == "train" else shard.tokens
+            for first, last in sorted(self._skip):
+                first, last = max(first - documents, 0), min(last - documents, shard.documents)
+                if first < last:
+                    begin, until = (min(int(bound), end) for bound in self._store.bounds(number)[[first, last]])
+                    if at < begin:
+                        yield number, at, begin
+                    at = max(at, until)
+            yield number, at, end
+            documents += shard.documents
 
     def sequence(self, position: int) -> np.ndarray:
         shards = self._store.shards
@@ -222,14 +239,23 @@ class StoreOrder:
             # other sequences in each epoch; the tokens left over are those before the offset and after the last sequence
             spare = (self.tokens_per_epoch - 1) % self.seq_len
             offset = int.from_bytes(blake2b(b"offset", key=key, digest_size=8).digest(), "little") % (spare + 1)
-        at, left = offset + turn * self.seq_len, self.seq_len + 1  # offset in the split's stream; tokens still to find
-        shard = int(np.searchsorted(self._ends, at, side="right"))
+        at, left = offset + turn * self.seq_len, self.seq_len + 1  # offset in the stream; tokens still to find
+        piece = int(np.searchsorted(self._ends, at, side="right"))
         while left:
-            _, end = self._spans[shard]
-            first = end - (int(self._ends[shard]) - at)
+            shard, _, end = self._spans[piece]
+            first = end - (int(self._ends[piece]) - at)
             count = min(end - first, left)
             yield shard, first, count
-            at, left, shard = at + count, left - count, shard + 1
+            at, left, piece = at + count, left - count, piece + 1
+
+    def documents(self, position: int) -> list[int]:
+        """Returns the numbers, over the shards, of the documents of `sequence(position)`, in its order."""
+        shards, found = self._store.manifest.shards, list[int]()
+        for shard, first, count in self._parts(position):
+            bounds, before = self._store.bounds(shard), sum(each.documents for each in shards[:shard])
+            begin, end = np.searchsorted(bounds, first, side="right") - 1, np.searchsorted(bounds, first + count)
+            found += range(before + int(begin), before + int(end))
+        return found
 
     def left_over(self, position: int) -> int:
         return -position % self.sequences_per_epoch
@@ -311,7 +337,7 @@ class Mixture:
     have ended, at `end`, they go on as if there were no budgets: train.py stops before that."""
 
     def __init__(self, ingredients: Sequence[Ingredient]) -> None:
-        self._ingredients = list(ingredients)
+        self.ingredients = list(ingredients)
         self.seq_len = ingredients[0].order.seq_len
         self.tokens_per_epoch = sum(each.order.tokens_per_epoch for each in ingredients)
         self.sequences_per_epoch = sum(each.order.sequences_per_epoch for each in ingredients)
@@ -326,7 +352,7 @@ class Mixture:
         self.end = self._phases[-1].end  # positions until all budgets end; None: never
 
     def __reduce__(self) -> tuple[object, ...]:
-        return Mixture, (self._ingredients,)
+        return Mixture, (self.ingredients,)
 
     def find(self, position: int) -> tuple[int, int]:
         """Returns (source, number of the sequence in it) of a position, in constant time."""
@@ -334,15 +360,15 @@ class Mixture:
 
     def sequence(self, position: int) -> np.ndarray:
         source, index = self.find(position)
-        return self._ingredients[source].order.sequence(index)
+        return self.ingredients[source].order.sequence(index)
 
     def document_starts(self, position: int) -> np.ndarray:
         source, index = self.find(position)
-        return self._ingredients[source].order.document_starts(index)
+        return self.ingredients[source].order.document_starts(index)
 
     def left_over(self, position: int) -> int:
         counts = self._phase(position).counts(position)
-        return sum(each.order.left_over(count) for each, count in zip(self._ingredients, counts, strict=True))
+        return sum(each.order.left_over(count) for each, count in zip(self.ingredients, counts, strict=True))
 
     def _phase(self, position: int) -> _Phase:
         return self._phases[bisect_right(self._phases, position, key=lambda phase: phase.first) - 1]
@@ -367,6 +393,14 @@ class SegmentedOrder:
         self.tokens_per_epoch, self.sequences_per_epoch = order.tokens_per_epoch, order.sequences_per_epoch
         # the position at which all budgets have ended; None: never
         self.end = first + order.end if isinstance(order, Mixture) and order.end is not None else None
+
+    def find(self, position: int) -> tuple[Order, int, int]:
+        """Returns the order of one source that has the position, the number of that source, and the number of the sequence in it."""
+        order, index = self._find(position)
+        if not isinstance(order, Mixture):
+            return order, 0, index
+        source, index = order.find(index)
+        return order.ingredients[source].order, source, index
 
     def sequence(self, position: int) -> np.ndarray:
         order, index = self._find(position)

@@ -1,0 +1,75 @@
+#!/usr/bin/env python3
+"""Prints what a run trains on at some positions: scripts/show_data.py outputs/llama 40-47
+
+For each position: its source, and each document in it, with its number in the store (for [[training.skip]]), its tokens and the begin of
+their text. A position is the number of a sequence in the order of the data, as in messages and in samples.jsonl. RUN is a run's folder, or
+a config file before the first launch. Reads the data and, for branch points, the newest checkpoint; one process, no GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run by path from any folder
+
+import numpy as np
+
+from configs.load import FILE_NAME, load
+from scripts.generate import checkpoint_of
+from training.checkpoint_dcp import read_values
+from training.checkpoint_files import Damaged, list_steps
+from training.data.dataset import StreamedData, open_data
+from training.data.order import NO_TOKEN, SegmentedOrder, StoreOrder
+from training.log import Log
+from training.tokenizer import build_tokenizer
+
+SHOWN = 100  # characters of a document
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="show_data.py", description=__doc__.split("\n\n")[0])
+    parser.add_argument("run", type=Path, help="folder of the run, such as outputs/llama, or a config file")
+    parser.add_argument("positions", help="one, 40, or a range with its last, 40-47")
+    args = parser.parse_args(argv)
+    try:
+        show(args.run, args.positions)
+    except (ValueError, OSError, Damaged) as error:
+        print(f"show_data: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def show(run: Path, positions: str) -> None:
+    """Prints the positions. Raises ValueError, OSError, Damaged."""
+    first, _, last = positions.partition("-")
+    if not (first.isdecimal() and (last or first).isdecimal() and int(first) <= int(last or first)):
+        raise ValueError(f"positions = {positions}: legal: one, such as 40, or a range with its last, such as 40-47")
+    config = load([str(run / FILE_NAME if run.is_dir() else run)])
+    tokenizer = build_tokenizer(config.model.tokenizer_path)
+    cache, log = config.run_folder.parent / "data_cache", Log(stream=sys.stderr)
+    data = open_data(config.training, config.validation, tokenizer, cache, log=log)
+    if isinstance(data, StreamedData):
+        raise ValueError('training.dataset = "huggingface": a stream has no positions')
+    checkpoints = run / config.checkpoint.local_folder
+    if run.is_dir() and list_steps(checkpoints):
+        path, _ = checkpoint_of(checkpoints, -1, who="show_data")
+        data.load_state_dict(read_values(path, "data"))
+    order = SegmentedOrder(data.orders())
+    for position in range(int(first), int(last or first) + 1):
+        segment = next(each for each in reversed(data.segments) if each.first <= position)
+        names = segment.config(config.training).store_names or [config.training.dataset]
+        of_source, source, index = order.find(position)
+        print(f"position {position}: sequence {index} of {names[source]}")
+        tokens, starts = order.sequence(position), order.document_starts(position)
+        numbers = of_source.documents(index) if isinstance(of_source, StoreOrder) else ()
+        for turn, begin in enumerate(np.unique(starts)):
+            ids = tokens[(starts == begin) & (tokens != NO_TOKEN)]
+            text = tokenizer.decode(ids)
+            named = f"document {numbers[turn]}" if turn < len(numbers) else "document"
+            print(f"  {named}, {len(ids)} tokens: {text[:SHOWN]!r}{'...' * (len(text) > SHOWN)}")
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
