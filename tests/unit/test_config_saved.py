@@ -89,6 +89,10 @@ def test_a_new_run_has_nothing_to_compare_with(tmp_path: Path) -> None:
         ("--training.max_norm=2", "saved 1.0, now 2.0"),
         ("--training.on_spike=skip", 'saved "stop", now "skip"'),
         ("--training.spike_window=128", "saved 0, now 128"),
+        (
+            "--training.skip=[{first = 1, end = 2}]",
+            "saved [], now [{first = 1, end = 2}]",
+        ),  # as older versions write it
         ("--training.seed=7", "saved 0, now 7"),
         ("--training.dtype=bfloat16", 'saved "float32", now "bfloat16"'),
         ("--optimizer.weight_decay=0", "saved 0.1, now 0.0"),

@@ -13,8 +13,8 @@ import pytest
 from scripts import prepare_data
 from tests.unit.data_corpus import files_config, write_jsonl
 from tests.unit.fakes import Lines
-from training.config import DataloaderConfig, SourceConfig, TrainingConfig, ValidationConfig
-from training.data.dataset import CachedData, StoredData, open_data, short
+from training.config import DataloaderConfig, SkipConfig, SourceConfig, TrainingConfig, ValidationConfig
+from training.data.dataset import CachedData, DataSegment, StoredData, open_data, short
 from training.data.loader import MicrobatchSampler
 from training.loss import IGNORED
 from training.tokenizer import ByteTokenizer
@@ -48,6 +48,21 @@ def test_loaders_follow_the_section(tmp_path: Path) -> None:
         with closing(loader):
             (batch,) = loader.load([8])
         assert batch.inputs.tolist() == [order.sequence(position)[:-1].tolist() for position in (10, 11)]
+
+
+def test_a_segment_goes_on_with_the_same_documents_left_out() -> None:
+    plain = TrainingConfig(dataset="store", dataset_path="c4")
+    one = replace(plain, skip=(SkipConfig(3, 5, "c4"),))
+    saved = DataSegment.of(one, "digest")
+    moved = replace(one, dataset_path="elsewhere/c4", skip=(SkipConfig(3, 5, "elsewhere/c4"),))
+    positions = replace(one, skip=(*one.skip, SkipConfig(3, 5)))
+    for same in (one, moved, positions):
+        assert saved.continues(DataSegment.of(same, "digest"))
+    older = DataSegment(0, "digest", {k: v for k, v in DataSegment.of(plain, "digest").settings.items() if k != "skip"})
+    for other in (plain, replace(one, skip=(SkipConfig(3, 6, "c4"),))):
+        assert not saved.continues(DataSegment.of(other, "digest"))
+    assert older.continues(DataSegment.of(plain, "digest")) and not older.continues(saved)
+    assert saved.config(moved).skip == (SkipConfig(3, 5, "c4"),)
 
 
 def test_a_checkpoint_of_other_text_is_refused(tmp_path: Path) -> None:
