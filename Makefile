@@ -62,9 +62,15 @@ kills:
 bits:
 	@.venv/bin/python bench/bits.py --write docs/bits.md
 
+# a mixture with dense blocks, a shared expert, both balances, and as many blocks and heads as eight ranks divide
+EXPERTS = --model.dim=64 --model.n_layers=8 --model.n_heads=8 --model.n_kv_heads=4 --model.head_dim=16 --model.hidden_dim=128 \
+	--model.expert_hidden_dim=32 --model.dense_layers=2 --model.shared_hidden_dim=16 --model.balance_loss=0.01 --model.router_init_std=0.5 \
+	--model.router_score=sigmoid --training.seq_len=32
 parity:
 	@.venv/bin/python bench/parity.py $(CONFIG) --ranks 1,2,4 $(if $(CONFIG),,--write docs/parity.md)
 	@.venv/bin/python bench/parity.py $(CONFIG) --ranks 8 $(if $(CONFIG),,--write docs/parity_8_ranks.md)
+	@[ -n "$(CONFIG)" ] || .venv/bin/python bench/parity.py configs/moe.toml --ranks 1,2,4 --write docs/parity_experts.md -- $(EXPERTS)
+	@[ -n "$(CONFIG)" ] || .venv/bin/python bench/parity.py configs/moe.toml --ranks 8 --write docs/parity_experts_8_ranks.md -- $(EXPERTS)
 
 sim:
 	@.venv/bin/python -m tests.simulator --seeds 10000

@@ -35,7 +35,8 @@ def main() -> None:
         heads = {"heads": dim // 32, "kv_heads": dim // 64, "hidden": dim * 8 // 3 // 64 * 64}
         sizes = {"dim": dim, "layers": 4, **heads, "vocab": 257, "batch": 8, "seq": 256}
         with ExitStack() as cleanup:
-            step, parameters = pharos(sizes, "bf16", torch.device("cpu"), cleanup)
+            step, model = pharos(sizes, "bf16", torch.device("cpu"), cleanup)
+            parameters = list(model.parameters())
             tokens = torch.randint(0, sizes["vocab"], (sizes["batch"], sizes["seq"] + 1))
             train, compute_digest = partial(step, tokens[:, :-1], tokens[:, 1:]), partial(digest, parameters)
             timeit(train, number=2), timeit(compute_digest, number=2)

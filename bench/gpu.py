@@ -45,7 +45,7 @@ import torch
 
 from bench.job import ROOT, DiaryLine, JobSide, LighthouseProcess, RecoveryJob, ReplicaGroup, our_lighthouse
 from bench.pairs import Failed, Worker, in_turns, parser, ratio, table
-from bench.step import draw_on_device, our_llama, start
+from bench.step import draw_on_device, our_model, start
 
 WORKER = (__file__, "--worker")
 KILL_STEPS, KILL_LIMIT_S = 6, 100.0  # steps of both groups before the kill; timeout of an event
@@ -396,7 +396,7 @@ def _speeds(good: Rows, device: str) -> dict[str, Figures]:
     for name, rows in sides.items():
         shape, speeds = SIZES[name.partition(" ")[0]], {number: row["tokens_per_s"] for number, row in rows.items()}
         memory, graphs = (max(row.get(figure, 0) for row in rows.values()) for figure in ("memory_mib", "graphs"))
-        flops = our_llama(dict(shape)).flops_per_token(shape["seq"]) if peak else 0
+        flops = our_model(dict(shape)).flops_per_token(shape["seq"]) if peak else 0
         mfu = flops * statistics.median(speeds.values()) / peak / 1e12 if peak else 0.0
         found[name] = {"by_round": speeds, "memory": memory, "graphs": graphs, "mfu": mfu}
     return found

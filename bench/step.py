@@ -1,6 +1,6 @@
-"""Measures tokens per second and memory of a training step of the same Llama, here and in other frameworks that are installed.
+"""Measures tokens per second and memory of a training step of the same model, here and in other frameworks that are installed.
 
-    python bench/step.py [--peer-python PYTHON] [--rounds 7] [--device cpu|cuda] [--threads 2]
+    python bench/step.py [--model llama|qwen3] [--peer-python PYTHON] [--rounds 7] [--device cpu|cuda] [--threads 2]
 
 Peers are torchtitan 0.2 and transformers 5: fp32, fp32 weights with bf16 autocast, and bf16 weights without fp32 master weights (faster,
 but small updates are lost); pharos always has fp32 master weights. Each side is one process for all rounds, on the same CPUs and number of
@@ -44,6 +44,7 @@ from bench.job import ROOT, memory_bytes
 from bench.pairs import Failed, Worker, asking, in_turns, parser, ratio, serve, table
 
 SIZES = {"dim": 256, "layers": 6, "heads": 8, "kv_heads": 4, "hidden": 768, "vocab": 2048, "batch": 8, "seq": 512}
+MODELS = {"llama": SIZES, "qwen3": {**SIZES, "head_dim": 64}}  # only Qwen3 has a head width of its own
 OURS, STEPS = "pharos", 3  # steps of a turn
 PEER_SETTINGS = ("bf16 autocast", "bf16 autocast compile", "fp32", "bf16 weights", "bf16 weights compile")
 SETTINGS = {
@@ -68,6 +69,7 @@ def main() -> None:
     flags = parser(
         __doc__,
         peer_python=(sys.executable, "interpreter that has the peers"),
+        model=("llama", "or qwen3"),
         rounds=(7, "measurements of each side"),
         only=("", "a regular expression over sides with their settings"),
         device="cpu",
@@ -84,7 +86,7 @@ def main() -> None:
         for side, setting in ((side, setting) for side, settings in SETTINGS.items() for setting in settings):
             if not re.search(options.only, f"{side} {setting}"):
                 continue
-            worker = stack.enter_context(closing(start(side, setting, SIZES, options.device, **where)))
+            worker = stack.enter_context(closing(start(side, setting, MODELS[options.model], options.device, **where)))
             try:
                 first_steps[worker.name] = worker.answer()["seconds"]
                 workers.append(worker)
@@ -116,18 +118,23 @@ def _report(answers: dict[str, list[Any]], first_steps: dict[str, float]) -> str
     return "\n".join(lines)
 
 
-def our_llama(sizes: dict[str, int]) -> Any:
-    """Returns the Llama of this repository, on the meta device."""
-    from models.llama import Config, build
+def our_config(sizes: dict[str, int]) -> Any:
+    """Returns the settings of the model of this repository."""
+    own = {name: sizes[name] for name in ("head_dim",) if name in sizes}
+    named = _named(sizes, "dim n_layers n_heads n_kv_heads hidden_dim vocab_size max_seq_len")
+    named = {name: size for name, size in named.items() if name not in ("vocab_size", "max_seq_len")}
+    return import_module("models.qwen3" if own else "models.llama").Config(**named, **own)
 
-    heads: Any = {"n_heads": sizes["heads"], "n_kv_heads": sizes["kv_heads"]}
-    config = Config(dim=sizes["dim"], n_layers=sizes["layers"], hidden_dim=sizes["hidden"], **heads)
+
+def our_model(sizes: dict[str, int]) -> Any:
+    """Returns the model of this repository, on the meta device."""
+    config = our_config(sizes)
     with torch.device("meta"):
-        return build(config, vocab_size=sizes["vocab"], max_seq_len=sizes["seq"])
+        return import_module(type(config).__module__).build(config, vocab_size=sizes["vocab"], max_seq_len=sizes["seq"])
 
 
-def pharos(sizes: dict[str, int], setting: str, device: torch.device, cleanup: ExitStack) -> tuple[Step, list[Any]]:
-    """Returns the step of train.py, including FSDP2 with one rank, and its parameters. `cleanup` destroys the process group."""
+def pharos(sizes: dict[str, int], setting: str, device: torch.device, cleanup: ExitStack) -> tuple[Step, Any]:
+    """Returns the step of train.py, including FSDP2 with one rank, and its model. `cleanup` destroys the process group."""
     from parallelisms.activation_checkpoint import ActivationCheckpointConfig
     from parallelisms.distributed import CommConfig, process_group
     from parallelisms.float8 import Float8Config
@@ -152,7 +159,7 @@ def pharos(sizes: dict[str, int], setting: str, device: torch.device, cleanup: E
     mesh = build_mesh(degrees(layout.parallelism, 1), device.type)
     batch = {"local_batch_size": sizes["batch"], "seq_len": sizes["seq"]}
     with patch("models.llama.normal_", draw_on_device):
-        parallel = parallelize(our_llama(sizes), mesh, cross_entropy_sum, layout, **batch, device=device, seed=0)
+        parallel = parallelize(our_model(sizes), mesh, cross_entropy_sum, layout, **batch, device=device, seed=0)
     settings = OptimizerConfig("Muon" if "muon" in flags else "AdamW", lr=3e-4)
     optimizer = build_optimizer(settings, parallel.parts, compute=layout.precision.compute)
     parameters = list(parallel.parts[0].parameters())
@@ -163,11 +170,12 @@ def pharos(sizes: dict[str, int], setting: str, device: torch.device, cleanup: E
     starts = (torch.arange(sizes["seq"], device=device) // length * length).expand(sizes["batch"], -1)
     more = [starts] if "documents" in flags else []
 
-    def step(inputs: Tensor, labels: Tensor) -> None:
-        parallel.forward_backward(inputs, labels, *more)
+    def step(inputs: Tensor, labels: Tensor) -> Tensor:
+        loss_sum = parallel.forward_backward(inputs, labels, *more)
         optimizer_step.step(0, labels.numel())
+        return loss_sum / labels.numel()
 
-    return step, parameters
+    return step, parallel.parts[0]
 
 
 def _flags(setting: str) -> dict[str, str]:
@@ -186,14 +194,18 @@ def draw_on_device(parameter: Tensor, name: str, seed: int, *, std: float, trunc
     torch.nn.init.normal_(parameter, std=std)
 
 
-def torchtitan(sizes: dict[str, int], setting: str, device: torch.device, _: ExitStack) -> Step:
-    """Returns a step of torchtitan 0.2's llama3; blocks and loss are compiled, as by its trainer."""
-    llama3 = "torchtitan.models.llama3.model"
-    # multiple_of rounds two thirds of 4 * dim up to the requested width
-    names = "dim n_layers n_heads n_kv_heads multiple_of vocab_size max_seq_len"
-    arguments = import_module(f"{llama3}.args").TransformerModelArgs(**_named(sizes, names), ffn_dim_multiplier=None)
+def torchtitan(sizes: dict[str, int], setting: str, device: torch.device, _: ExitStack) -> tuple[Step, Any]:
+    """Returns a step of torchtitan 0.2's llama3 or qwen3, and its model; blocks and loss are compiled, as by its trainer."""
+    # in llama3 multiple_of rounds two thirds of 4 * dim up to the requested width
+    qwen3, names = "head_dim" in sizes, "dim n_layers n_heads n_kv_heads multiple_of vocab_size max_seq_len"
+    package, arguments_name, name = (
+        ("qwen3", "Qwen3ModelArgs", "Qwen3Model") if qwen3 else ("llama3", "TransformerModelArgs", "Transformer")
+    )
+    named = _named(sizes, names.replace("multiple_of", "hidden_dim" if qwen3 else "multiple_of"))
+    more: dict[str, Any] = {"head_dim": sizes["head_dim"]} if qwen3 else {"ffn_dim_multiplier": None}
+    arguments = getattr(import_module(f"torchtitan.models.{package}.model.args"), arguments_name)(**named, **more)
     with torch.device(device), torch.no_grad():
-        model = import_module(f"{llama3}.model").Transformer(arguments)
+        model = getattr(import_module(f"torchtitan.models.{package}.model.model"), name)(arguments)
         model.init_weights()
     width = model.layers["0"].feed_forward.w1.out_features
     assert width == sizes["hidden"], "torchtitan does not support these sizes"
@@ -204,21 +216,25 @@ def torchtitan(sizes: dict[str, int], setting: str, device: torch.device, _: Exi
     if backend := _backend(setting):
         for name, block in model.layers.named_children():
             model.layers.register_module(name, torch.compile(block, fullgraph=True, backend=backend))
-    return _peer_step(model, model, setting, device, backend)
+    return _peer_step(model, model, setting, device, backend), model
 
 
-def transformers(sizes: dict[str, int], setting: str, device: torch.device, _: ExitStack) -> Step:
-    """Returns a step of LlamaForCausalLM with torch's scaled_dot_product_attention, compiled as a whole."""
+def transformers(sizes: dict[str, int], setting: str, device: torch.device, _: ExitStack) -> tuple[Step, Any]:
+    """Returns a step of LlamaForCausalLM or Qwen3ForCausalLM with torch's scaled_dot_product_attention, compiled whole, and its model."""
     peer = import_module("transformers")
     names = "hidden_size num_hidden_layers num_attention_heads num_key_value_heads intermediate_size vocab_size max_position_embeddings"
-    config = peer.LlamaConfig(**_named(sizes, names), tie_word_embeddings=False, attn_implementation="sdpa")
+    own = {name: sizes[name] for name in ("head_dim",) if name in sizes}
+    family = "Qwen3" if own else "Llama"
+    config = getattr(peer, f"{family}Config")(
+        **_named(sizes, names), **own, tie_word_embeddings=False, attn_implementation="sdpa"
+    )
     with torch.device(device):
-        model = peer.LlamaForCausalLM(config)
+        model = getattr(peer, f"{family}ForCausalLM")(config)
     if "checkpoint" in setting:
         model.gradient_checkpointing_enable()
         model.train()
     forward = torch.compile(model, backend=backend) if (backend := _backend(setting)) else model
-    return _peer_step(model, lambda inputs: forward(inputs, use_cache=False).logits, setting, device, "")
+    return _peer_step(model, lambda inputs: forward(inputs, use_cache=False).logits, setting, device, ""), model
 
 
 def _named(sizes: dict[str, int], names: str) -> dict[str, int]:
@@ -232,20 +248,21 @@ def _peer_step(
 ) -> Step:
     """Returns a step of a peer's model. `loss_backend`: of torch.compile; "": the loss is not compiled separately."""
     model.to(device, torch.bfloat16 if "bf16 weights" in setting else torch.float32)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, fused=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
 
     def plain_loss(logits: Tensor, labels: Tensor) -> Tensor:
         return torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), labels.flatten())
 
     loss_of = torch.compile(plain_loss, backend=loss_backend) if loss_backend else plain_loss
 
-    def step(inputs: Tensor, labels: Tensor) -> None:
+    def step(inputs: Tensor, labels: Tensor) -> Tensor:
         with torch.autocast(device.type, torch.bfloat16, enabled="autocast" in setting):
             loss = loss_of(logits_of(inputs), labels)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # torchtitan reads the norm only when it logs
         optimizer.step()
         optimizer.zero_grad()
+        return loss.detach()
 
     return step
 
@@ -277,10 +294,10 @@ def serve_side(side: str, setting: str, sizes: dict[str, int], device: str, cpus
     if cpus:
         os.sched_setaffinity(0, cpus)
     torch.manual_seed(0)
-    make: Any = {OURS: lambda *given: pharos(*given)[0], "torchtitan": torchtitan, "transformers": transformers}[side]
+    make: Any = {OURS: pharos, "torchtitan": torchtitan, "transformers": transformers}[side]
     where = torch.device(device)
     with ExitStack() as cleanup:
-        member = StepSide(make(sizes, setting, where, cleanup), sizes, where)
+        member = StepSide(make(sizes, setting, where, cleanup)[0], sizes, where)
         if where.type == "cuda":
             torch.cuda.reset_peak_memory_stats()  # weights were initialized in fp32
         serve(member, member.run(1))

@@ -12,6 +12,6 @@ use_python requirements.lock requirements-dev.lock
 # Tests start several ranks, which share the machine's cores, so each process has one thread.
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 cd "$root"
-# A tier runs four tests at a time (except as in tests/conftest.py), since they wait much; named tests run one after the other.
-[[ $# -gt 0 && "$*" != --all && "$*" != --long ]] || set -- -n 4 --dist loadfile --no-loadscope-reorder "$@"
+# A tier runs three tests at a time (except as in tests/conftest.py), since they wait much; named tests run one after the other.
+[[ $# -gt 0 && "$*" != --all && "$*" != --long ]] || set -- -n 3 --dist loadfile --no-loadscope-reorder "$@"
 exec "$python" -m pytest "$@"

@@ -139,7 +139,7 @@ def pytest_configure_node(node: Any) -> None:
 
 def many_seeds_command(config: pytest.Config) -> list[str]:
     """Returns the command of tests/sim/test_many_seeds.py, which uses all cores for some minutes."""
-    count = os.environ.get("PHAROS_SEEDS", "1000" if config.option.all else "50")
+    count = os.environ.get("PHAROS_SEEDS", "300" if config.option.all else "50")
     return [sys.executable, "-m", "tests.simulator", "--seeds", count]
 
 

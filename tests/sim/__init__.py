@@ -1,1 +1,1 @@
-"""Tests of the simulator: the virtual network and disk, injected bugs that it must detect, and a thousand seeds."""
+"""Tests of the simulator: the virtual network and disk, injected bugs that it must detect, and many seeds."""

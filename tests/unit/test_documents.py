@@ -14,7 +14,7 @@ from configs.schema import RunConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), ROOT / "tests" / "README.md", *(ROOT / "docs").glob("*.md")])
-GENERATED = ("parity.md", "parity_8_ranks.md", "config.md")
+GENERATED = ("parity.md", "parity_8_ranks.md", "parity_experts.md", "parity_experts_8_ranks.md", "config.md")
 SECTIONS = section_types(RunConfig)
 
 
