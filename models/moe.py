@@ -70,12 +70,12 @@ class Config(qwen3.Config):
             )
 
 
-def build(config: Config, *, vocab_size: int, max_seq_len: int) -> MixtureModel:
+def build(config: Config, *, vocab_size: int, max_seq_len: int) -> MoEModel:
     """Returns the whole model, uninitialised."""
-    return MixtureModel(config, vocab_size, max_seq_len)
+    return MoEModel(config, vocab_size, max_seq_len)
 
 
-class MixtureModel(llama.Llama):
+class MoEModel(llama.Llama):
     config: Config
 
     def __init__(self, config: Config, vocab_size: int, max_seq_len: int) -> None:

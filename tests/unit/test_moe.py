@@ -25,7 +25,7 @@ SMALL = moe.Config(
 V, B, T = 61, 2, 12
 
 
-def built(config: moe.Config = SMALL) -> moe.MixtureModel:
+def built(config: moe.Config = SMALL) -> moe.MoEModel:
     model = moe.build(config, vocab_size=V, max_seq_len=T)
     model.init_weights(0)
     return model
