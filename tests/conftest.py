@@ -74,7 +74,13 @@ ONLY_WITH_ALL = {
     "sim/test_seeds.py": "seeds that failed once",
     "sim/test_writers.py::test_the_bug_is_found[settles nothing anew]": "a rare bug; the first tier has the others",
     "sim/test_writers.py::test_many_seeds": "the writers of metrics and checkpoints; the first tier has their injected bugs",
+    "unit/test_activation_checkpoint.py::test_a_compiled_block_is_one_graph[full]": "compiled; the first tier has op",
+    "unit/test_activation_checkpoint.py::test_gradients_are_the_same_from_fewer_bytes[torch.bfloat16": "the first tier has fp32",
     "unit/test_data_streaming.py::test_a_real_data_set_is_taken_up_exactly[2]": "with two workers; the first tier has none",
+    "unit/test_ops.py::test_flex_attention_of_documents_gives_the_same[300-300": "compiled; the first tier has others",
+    "unit/test_ops.py::test_flex_attention_of_documents_gives_the_same[150-290": "compiled; the first tier has others",
+    "unit/test_ops.py::test_flex_attention_of_documents_gives_the_same[37-37": "compiled; the first tier has others",
+    "unit/test_replicas.py::test_ranks_that_die_once_a_day_are_started_again_for_years[43200": "the first tier has a day",
     "unit/test_tiers.py::test_the_bare_command": "what the command selects",
 }
 # While one of these runs, no other pytest-xdist worker runs a test, as they use all cores or have time bounds. They come last, so that no
