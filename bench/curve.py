@@ -1,6 +1,6 @@
-"""Compares the fp32 loss curve of a model with torchtitan's, from the same initial weights, on the same batches of Python's source text.
+"""Compares the fp32 loss curve of Qwen3 with torchtitan's, from the same initial weights, on the same batches of Python's source text.
 
-    PYTHON bench/curve.py [--model qwen3|llama] [--steps 50]
+    PYTHON bench/curve.py [--steps 50]
 
 PYTHON has torchtitan 0.2 and what this repository needs: both models are trained in one process, one step each in turn, by the steps of
 step.py, with the same clipping and AdamW. Exit code 1 if the losses of a step differ by more than 1e-4.
@@ -11,7 +11,6 @@ from __future__ import annotations
 import sys
 import sysconfig
 from contextlib import ExitStack
-from importlib import import_module
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -22,19 +21,19 @@ from torch.distributed.tensor import DTensor
 
 from bench.pairs import parser, table
 from bench.step import MODELS, our_config, pharos, torchtitan
+from models.qwen3_hf import Format
 
 BOUND = 1e-4
 SHOWN = (1, 2, 5, 10, 20, 30, 40, 50)
 
 
 def main() -> None:
-    flags = parser(__doc__, model=("qwen3", "or llama"), steps=(50, "optimizer steps"))
-    options = flags.parse_args()
-    sizes = MODELS[options.model]
+    options = parser(__doc__, steps=(50, "optimizer steps")).parse_args()
+    sizes = MODELS["qwen3"]
     with ExitStack() as cleanup:
         our_step, ours = pharos(sizes, "fp32", torch.device("cpu"), cleanup)
         their_step, theirs = torchtitan(sizes, "fp32", torch.device("cpu"), cleanup)
-        copy(options.model, sizes, ours, theirs)
+        copy(sizes, ours, theirs)
         losses = [(float(our_step(*batch)), float(their_step(*batch))) for batch in batches(sizes, options.steps)]
     rows = [
         (str(step), f"{a:.6f}", f"{b:.6f}", f"{abs(a - b):.1e}")
@@ -44,21 +43,19 @@ def main() -> None:
     print(table(("step", "pharos", "torchtitan", "difference"), rows))
     largest = max(abs(a - b) for a, b in losses)
     held = "reached" if largest <= BOUND else "NOT reached"
-    print(f"{options.model}: largest difference in {len(losses)} steps {largest:.1e}; bound {BOUND:g} {held}")
+    print(f"largest difference in {len(losses)} steps {largest:.1e}; bound {BOUND:g} {held}")
     sys.exit(largest > BOUND)
 
 
-def copy(name: str, sizes: dict[str, int], ours: torch.nn.Module, theirs: torch.nn.Module) -> None:
-    """Copies the weights. torchtitan's names are ours; the rows of its Qwen3 are in Hugging Face's order, those of its Llama in ours."""
-    module = import_module(f"models.{name}_hf")
+def copy(sizes: dict[str, int], ours: torch.nn.Module, theirs: torch.nn.Module) -> None:
+    """Copies the weights. torchtitan's names are ours, and the order of the rows is Hugging Face's."""
     weights = {key: p.full_tensor() if isinstance(p, DTensor) else p for key, p in ours.named_parameters()}
     targets = dict(theirs.named_parameters())
     assert targets.keys() == weights.keys(), targets.keys() ^ weights.keys()
     with torch.no_grad():
-        for entry in module.Format().entries(our_config(sizes), vocab_size=sizes["vocab"]):
-            weight = weights[entry.ours]
-            [given] = entry.to_theirs(weight) if name == "qwen3" else [weight]
-            targets[entry.ours].copy_(given)
+        for entry in Format().entries(our_config(sizes), vocab_size=sizes["vocab"]):
+            [weight] = entry.to_theirs(weights[entry.ours])
+            targets[entry.ours].copy_(weight)
 
 
 def batches(sizes: dict[str, int], steps: int) -> list[tuple[torch.Tensor, torch.Tensor]]:

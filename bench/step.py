@@ -120,10 +120,9 @@ def _report(answers: dict[str, list[Any]], first_steps: dict[str, float]) -> str
 
 def our_config(sizes: dict[str, int]) -> Any:
     """Returns the settings of the model of this repository."""
-    own = {name: sizes[name] for name in ("head_dim",) if name in sizes}
     named = _named(sizes, "dim n_layers n_heads n_kv_heads hidden_dim vocab_size max_seq_len")
-    named = {name: size for name, size in named.items() if name not in ("vocab_size", "max_seq_len")}
-    return import_module("models.qwen3" if own else "models.llama").Config(**named, **own)
+    del named["vocab_size"], named["max_seq_len"]
+    return import_module("models.qwen3" if "head_dim" in sizes else "models.llama").Config(**named)
 
 
 def our_model(sizes: dict[str, int]) -> Any:
@@ -197,13 +196,15 @@ def draw_on_device(parameter: Tensor, name: str, seed: int, *, std: float, trunc
 def torchtitan(sizes: dict[str, int], setting: str, device: torch.device, _: ExitStack) -> tuple[Step, Any]:
     """Returns a step of torchtitan 0.2's llama3 or qwen3, and its model; blocks and loss are compiled, as by its trainer."""
     # in llama3 multiple_of rounds two thirds of 4 * dim up to the requested width
-    qwen3, names = "head_dim" in sizes, "dim n_layers n_heads n_kv_heads multiple_of vocab_size max_seq_len"
+    qwen3 = "head_dim" in sizes
     package, arguments_name, name = (
         ("qwen3", "Qwen3ModelArgs", "Qwen3Model") if qwen3 else ("llama3", "TransformerModelArgs", "Transformer")
     )
-    named = _named(sizes, names.replace("multiple_of", "hidden_dim" if qwen3 else "multiple_of"))
-    more: dict[str, Any] = {"head_dim": sizes["head_dim"]} if qwen3 else {"ffn_dim_multiplier": None}
-    arguments = getattr(import_module(f"torchtitan.models.{package}.model.args"), arguments_name)(**named, **more)
+    hidden = "hidden_dim" if qwen3 else "multiple_of"
+    named: dict[str, Any] = _named(sizes, f"dim n_layers n_heads n_kv_heads {hidden} vocab_size max_seq_len")
+    if not qwen3:
+        named["ffn_dim_multiplier"] = None
+    arguments = getattr(import_module(f"torchtitan.models.{package}.model.args"), arguments_name)(**named)
     with torch.device(device), torch.no_grad():
         model = getattr(import_module(f"torchtitan.models.{package}.model.model"), name)(arguments)
         model.init_weights()
@@ -223,10 +224,9 @@ def transformers(sizes: dict[str, int], setting: str, device: torch.device, _: E
     """Returns a step of LlamaForCausalLM or Qwen3ForCausalLM with torch's scaled_dot_product_attention, compiled whole, and its model."""
     peer = import_module("transformers")
     names = "hidden_size num_hidden_layers num_attention_heads num_key_value_heads intermediate_size vocab_size max_position_embeddings"
-    own = {name: sizes[name] for name in ("head_dim",) if name in sizes}
-    family = "Qwen3" if own else "Llama"
+    family = "Qwen3" if "head_dim" in sizes else "Llama"
     config = getattr(peer, f"{family}Config")(
-        **_named(sizes, names), **own, tie_word_embeddings=False, attn_implementation="sdpa"
+        **_named(sizes, names), tie_word_embeddings=False, attn_implementation="sdpa"
     )
     with torch.device(device):
         model = getattr(peer, f"{family}ForCausalLM")(config)
@@ -238,9 +238,10 @@ def transformers(sizes: dict[str, int], setting: str, device: torch.device, _: E
 
 
 def _named(sizes: dict[str, int], names: str) -> dict[str, int]:
-    """Returns the sizes under a peer's names, which are in the order of `ours`."""
+    """Returns the sizes under a peer's names, which are in the order of `ours`, and a width of heads, which has one name everywhere."""
     ours = ("dim", "layers", "heads", "kv_heads", "hidden", "vocab", "seq")
-    return dict(zip(names.split(), (sizes[size] for size in ours), strict=True))
+    own = {"head_dim": sizes["head_dim"]} if "head_dim" in sizes else {}
+    return dict(zip(names.split(), (sizes[size] for size in ours), strict=True)) | own
 
 
 def _peer_step(

@@ -51,9 +51,7 @@ class SkipConfig:
 
     first: Annotated[int, "first position, or document", ">= 0"]
     end: Annotated[int, "position, or document, after the last", ">= 1"]
-    source: Annotated[str, 'store of the documents: its name, or its folder (training.dataset_path); "": positions'] = (
-        ""
-    )
+    source: Annotated[str, 'store of the documents: its name, or training.dataset_path; "": positions'] = ""
 
     def check(self, key: str) -> None:
         if self.end <= self.first:

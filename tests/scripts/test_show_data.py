@@ -18,6 +18,8 @@ def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert prepare_data.main(["c4.jsonl", "--out", "c4", "--processes=1", "--held-out=0"]) == 0
     config = CONFIG.replace('dataset = "files"\ndataset_path = "text/*.txt"', 'dataset = "store"\ndataset_path = "c4"')
     (tmp_path / "run.toml").write_text(config)
+    skip = 'skip = [{source = "c4", first = 3, end = 41}]\n\n[lr_scheduler]'
+    (tmp_path / "skip.toml").write_text(config.replace("[lr_scheduler]", skip))
 
 
 def test_documents_have_their_numbers_in_the_store(capsys: pytest.CaptureFixture[str]):
@@ -38,6 +40,7 @@ def test_documents_have_their_numbers_in_the_store(capsys: pytest.CaptureFixture
     [
         (["run.toml", "9-8"], "positions = 9-8: legal: one, such as 40, or a range with its last, such as 40-47"),
         (["outputs/none", "1"], "outputs/none: no such file"),
+        (["skip.toml", "1"], "training.skip[0].end = 41: the store c4 has 40 documents; nearest: 40"),
     ],
 )
 def test_bad_input(argv: list[str], error: str, capsys: pytest.CaptureFixture[str]):

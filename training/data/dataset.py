@@ -39,9 +39,8 @@ class DataSegment:
 
     first: int
     digest: str  # of content and tokenizer
-    settings: dict[
-        str, Any
-    ]  # seed, seq_len, sources and dataset* of TrainingConfig; skip: [number of the store, first, end] of documents
+    # seed, seq_len, sources and dataset* of TrainingConfig; skip: [number of the store, first, end] of documents
+    settings: dict[str, Any]
 
     @classmethod
     def of(cls, config: TrainingConfig, digest: str) -> DataSegment:
