@@ -32,7 +32,7 @@ from configs.saved import check_saved
 from ft.config import Environment, group_folder
 from ft.protocol.messages import MAX_BRANCH
 from ft.seam import BadInput, Commit, DataAssignment, GroupEnded, GroupReleased, Stopped
-from ft.start import group_env
+from ft.start import process_group_env
 from parallelisms.device import local_device_type
 from parallelisms.distributed import gather_texts, launched_rank, launched_world_size, process_group
 from parallelisms.fsdp import reshard_all
@@ -75,14 +75,14 @@ def main(argv: Sequence[str]) -> int:
     traces = group_folder(config.run_folder, config.fault_tolerance, environment) / TRACES
     os.environ.update(flight_recorder_env(trace_buf_size=config.comm.trace_buf_size, folder=traces))
     if config.fault_tolerance.enable:
-        os.environ.update(group_env(config.fault_tolerance, gradient_device_type(config, local_device_type())))
+        os.environ.update(process_group_env(config.fault_tolerance, gradient_device_type(config, local_device_type())))
     group = environment.name if config.fault_tolerance.enable else ""
     log = Log(global_rank=launched_rank(), group=group, colour=not config.metrics.disable_color_printing)
     log.attach_to("pharos")
     with closing(Signals(log=log)) as signals, process_group(config.comm) as world, ExitStack() as cleanup:
         try:
-            kind = Run if config.fault_tolerance.semi_sync_method == "none" else SemiSyncRun
-            run = kind(config, environment, world, signals, log, cleanup, changes)
+            run_class = Run if config.fault_tolerance.semi_sync_method == "none" else SemiSyncRun
+            run = run_class(config, environment, world, signals, log, cleanup, changes)
         except ValueError as error:  # bad input that no earlier check reads, such as a byte deep inside a file
             print(f"pharos: {config.origin.explain(str(error))}", file=sys.stderr)
             return 2
@@ -126,7 +126,7 @@ class Run(Components):
         if config.checkpoint.create_seed_checkpoint:
             return self.checkpointer.save_seed()
         if (reached := max(self.manager.step, self.exported_step)) >= steps:
-            self.saver.wait_stored()  # an earlier launch may have ended before
+            self.saver.wait_stored()  # an earlier launch may have ended before the upload was complete
             return self.log.info("finished already: %d of %d steps; raise training.steps to continue", reached, steps)
         self.watchdog, profiler, garbage_collection, fault_injector = self.start_monitoring()
         requests = 0  # bits STOP and SAVE that the ranks agreed on in the newest step
@@ -137,7 +137,8 @@ class Run(Components):
             except GroupReleased as released:
                 return self.leave(released)
             step, requests, self.pending_requests = self.manager.step, self.pending_requests, 0
-            validation = config.validation  # skipped before the save of a group that leaves
+            # after a stop request only in the last step: else the group only saves and leaves
+            validation = config.validation
             if validation.enable and (step == steps or (step % validation.freq == 0 and not requests & STOP)):
                 self.validate()
             if requests & STOP:
@@ -219,7 +220,7 @@ class Run(Components):
             slot_size=size,
             slots=commit.slots,
             holes=commit.holes,
-            skipped=commit.left_out,
+            skipped=commit.skipped,
             steps=steps,
             spike=spike,
             rewound=commit.rewound,
@@ -250,7 +251,7 @@ class Run(Components):
             self.log.warning("spike: %s are left out", text)
             self.events("spike", step, words=text)
             if self.manager.writer_quorum:  # once for all groups
-                self.manager.announce("commit", text)
+                self.manager.show_event("commit", text)
 
     def rewind(self, step: int, commit: Commit, spike: str) -> None:
         """Goes back to the newest checkpoint before a step that no group has applied, and passes over the data since. Raises BadInput,
@@ -262,11 +263,11 @@ class Run(Components):
             self.events("spike", step, words=text)
         if len(self.manager.rewinds) >= (allowed := MAX_BRANCH):
             raise Stopped(f"{text}; a run goes back to a checkpoint at most {allowed} times")
-        points = [rewound.step for rewound in self.manager.rewinds]
+        rewind_steps = [rewound.step for rewound in self.manager.rewinds]
         position = max(slot + self.slot_size for slot, _ in commit.slots)
         with self.progress.phase("checkpoint"):
             try:
-                self.manager.rewind(spike, partial(self.load_earlier, step, points, position))
+                self.manager.rewind(spike, partial(self.load_earlier, step, rewind_steps, position))
             except CheckpointFailed as failure:
                 if not self.config.fault_tolerance.enable:
                     raise
@@ -274,17 +275,17 @@ class Run(Components):
             except ValueError as error:
                 raise BadInput(self.config.origin.explain(str(error))) from None
         rewinds, self.log.step = self.manager.rewinds, self.manager.step
-        back_to, left_out = rewinds[-1].step, rewinds[-1].left_out
+        back_to, skipped = rewinds[-1].step, rewinds[-1].skipped
         in_a_row = len([*takewhile(lambda each: each.step == back_to, reversed(rewinds))])
         if in_a_row > (allowed := self.config.training.spike_max_skips):
             raise Stopped(f"{text}; training.spike_max_skips allows {allowed} returns to step {back_to} in a row")
         if self.world.global_rank == 0:
-            named = ", ".join(f"{first} to {end - 1}" for first, end in left_out)
+            named = ", ".join(f"{first} to {end - 1}" for first, end in skipped)
             text = f"back to step {back_to} as branch {len(rewinds)}: step {step} was a spike; positions {named} are left out"
             self.log.warning("%s", text)
             self.events("rewind", back_to, words=text)
             if self.manager.writer_quorum:  # once for all groups
-                self.manager.announce("commit", text)
+                self.manager.show_event("commit", text)
 
     def compute_step(self, assignment: DataAssignment, batches: Iterator[Batch] | None = None) -> LocalStep:
         """Runs forward and backward of each batch; the reduction of gradients over groups begins in the last backward of the last slot.

@@ -65,7 +65,7 @@ class HealingSide:
             tensor.fill_(turn + i / LAYERS)
         self.steady = reset_peak()
         if transport := self.transports.get(kind):
-            transport.offer(self.state.snapshot(), quorum_id=1, step=turn, joiners=["joiner"])
+            transport.offer(self.state.view(), quorum_id=1, step=turn, joiners=["joiner"])
             return {"address": transport.address}
         port = self.listener.getsockname()[1] if kind == "raw" else self.store.port
         bare = self._send_raw if kind == "raw" else partial(self._bare_gloo, 0, port, kind, turn)
@@ -86,7 +86,7 @@ class HealingSide:
         self.steady = reset_peak()
         start = time.monotonic()
         if transport := self.transports.get(kind):
-            transport.fetch([StateSource("source", address)], self.state.snapshot(), quorum_id=1, step=turn)
+            transport.fetch([StateSource("source", address)], self.state.view(), quorum_id=1, step=turn)
         elif kind == "raw":
             self._receive_raw(address)
         else:

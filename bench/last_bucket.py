@@ -42,8 +42,8 @@ def train(folder: Path, lighthouse: str, talk: Any) -> None:
     from ft.rpc.access import Access
 
     class NotifyingGradients(Gradients):
-        def launch_tail(self, tail: Sequence[float], *, zeros: bool = False) -> None:
-            super().launch_tail(tail, zeros=zeros)
+        def launch_remaining(self, tail: Sequence[float], *, zeros: bool = False) -> None:
+            super().launch_remaining(tail, zeros=zeros)
             talk.send("launched")
 
     torch.set_num_threads(1)

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from bench.job import KEEP_MEMORY, memory_bytes, reset_peak
 from bench.pairs import asking, in_turns, parser, ratio, serve, table, workers
-from parallelisms.layout import CompileConfig
+from parallelisms.execution import CompileConfig
 from parallelisms.loss import head_loss
 from training.loss import cross_entropy_sum
 

@@ -55,8 +55,8 @@ from bench.parity_worker import (
 )
 from configs.load import load
 from parallelisms.activation_checkpoint import ActivationCheckpointConfig
+from parallelisms.execution import ExecutionConfig
 from parallelisms.expert import check_experts
-from parallelisms.layout import ExecutionConfig
 from parallelisms.mesh import AXES, ParallelDims, ParallelismConfig
 from parallelisms.pipeline_plan import check_pipeline, splits_backward
 from parallelisms.tensor import check_plan

@@ -24,8 +24,8 @@ from bench.resume import checkpoint_values
 from ft.buckets import to_local
 from models.contract import ModelConfig, Router
 from parallelisms.context import attentions, pieces_of_ranks, positions
+from parallelisms.execution import ExecutionConfig
 from parallelisms.fsdp import reshard_all
-from parallelisms.layout import ExecutionConfig
 from parallelisms.mesh import ParallelDims, build_mesh, degrees
 from parallelisms.parallelize import parallelize
 from training import checkpoint_dcp

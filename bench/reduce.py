@@ -139,7 +139,7 @@ class ReduceMember:
                     parameter.grad = torch.ones_like(parameter)
                     for hook in parameter._post_accumulate_grad_hooks.values():
                         hook(parameter)
-            gradients.launch_tail([1.0, 0.0, 1.0, 0.0])
+            gradients.launch_remaining([1.0, 0.0, 1.0, 0.0])
             gradients.wait()
             gradients.deliver()
         if not fused:

@@ -94,12 +94,12 @@ def ours(replica: Replica) -> None:
     from ft.membership import ReplicaGroupConfig
     from ft.protocol.messages import Timeouts
     from ft.rpc.access import Access
-    from ft.start import process_group
+    from ft.start import make_process_group
 
     lighthouse, kind = os.environ["TORCHFT_LIGHTHOUSE"], {"baby": "baby_gloo"}.get(replica.kind, replica.kind)
     config = ReplicaGroupConfig(str(replica.group), 0, 1, lighthouse, "127.0.0.1", Access(), Timeouts())
     settings = FaultTolerance(enable=True, process_group=kind, collective_s=60.0)  # type: ignore[arg-type]
-    group: Any = process_group(settings, replica.device)
+    group: Any = make_process_group(settings, replica.device)
     manager, sum_s, contributors = Manager(group, config, ManagerOptions()), 0.0, 0
     for name, state in replica.states.items():
         manager.register_state(name, state.state_dict, state.load_state_dict)

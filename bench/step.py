@@ -136,8 +136,8 @@ def pharos(sizes: dict[str, int], setting: str, device: torch.device, cleanup: E
     """Returns the step of train.py, including FSDP2 with one rank, and its model. `cleanup` destroys the process group."""
     from parallelisms.activation_checkpoint import ActivationCheckpointConfig
     from parallelisms.distributed import CommConfig, process_group
+    from parallelisms.execution import CompileConfig, ExecutionConfig, Precision
     from parallelisms.float8 import Float8Config
-    from parallelisms.layout import CompileConfig, ExecutionConfig, Precision
     from parallelisms.mesh import ParallelismConfig, build_mesh, degrees
     from parallelisms.parallelize import parallelize
     from training.config import TrainingConfig

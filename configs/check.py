@@ -67,9 +67,9 @@ def check_settings(config: RunConfig, *, world_size: int, device_type: str | Non
 
 
 def check_resume(config: RunConfig, changed: Collection[str], *, world_size: int) -> None:
-    """Checks the data of a run that continues a checkpoint, such as the budgets of its mixture, which count from its last branch point.
-    `changed`: keys that differ from the saved ones. Reads two small entries of the checkpoint, unverified: what cannot be read is left to
-    the ranks, as is text that is tokenised at the start. Raises ConfigError."""
+    """Checks the data of a run that continues a checkpoint, such as the budgets of its mixture, which count from its last change of
+    settings. `changed`: keys that differ from the saved ones. Reads two small entries of the checkpoint, unverified: what cannot be read is
+    left to the ranks, as is text that is tokenised at the start. Raises ConfigError."""
     training, path = config.training, beginning(config.checkpoint, config.run_folder)
     if path is None or training.dataset != "store":
         return
@@ -283,7 +283,7 @@ def _check_replica_groups(config: RunConfig, device_type: str) -> Iterator[str]:
             'nearest: "env://", with a rendezvous per group from its launcher'
         )
     check_offloaded_gradients(config, torch.__version__)
-    config.fault_tolerance.group_kind(gradient_device_type(config, device_type))
+    config.fault_tolerance.process_group_kind(gradient_device_type(config, device_type))
 
 
 def check_offloaded_gradients(config: RunConfig, version: str) -> None:
@@ -390,7 +390,7 @@ def _check_model(config: RunConfig, world_size: int) -> None:
         silent = Log(stream=io.StringIO())  # the run logs the same lines
         with suppress(OSError), tempfile.TemporaryDirectory() as cache:  # TMPDIR may be full: the run checks again
             data = open_data(training, config.validation, tokenizer, cache, log=silent, vocab_size=vocab_size)
-            # those of a run that continues a checkpoint may have begun at a branch point: see check_resume
+            # those of a run that continues a checkpoint may have begun at a change of settings: see check_resume
             continues = config.checkpoint.initial_load_path and not config.checkpoint.initial_load_model_only
             order_is_new = not continues and not (config.run_folder / FILE_NAME).exists()
             if not isinstance(data, StreamedData) and order_is_new:

@@ -1,7 +1,8 @@
 """<run>/config.toml: all settings of a run, written at its first launch and compared at later ones.
 
 A later launch resumes from the checkpoints of earlier ones. A different model, data, update rule or seed would make it a different run
-under the same name; such changes are rejected, except those of the update rule that resume.allow names: a branch point of the run."""
+under the same name; such changes are rejected, except those of the update rule, the batch and the data that resume.allow names: a branch
+point of the run."""
 
 from __future__ import annotations
 
@@ -50,7 +51,7 @@ _MAY_CHANGE = (
     "lr_scheduler.total_steps",  # grows with training.steps
 )
 _GONE = "no such key"
-# May change at a branch point: read in every step, and not part of the state
+# May change at a change of settings (resume.allow): read in every step, and not part of the state
 _UPDATE_RULE = (
     "optimizer.",
     "lr_scheduler.",
@@ -62,7 +63,7 @@ _UPDATE_RULE = (
     BATCH,
     "training.local_batch_size",
 )
-# May change at a branch point where data has random access, which then begins anew (training/data/dataset.py)
+# May change at a change of settings (resume.allow) where data has random access, which then begins anew (training/data/dataset.py)
 _ORDER = ("training.dataset", "training.sources", "training.seq_len", "training.seed")
 _LAYOUT = ("parallelism.", "fault_tolerance.", "training.steps")  # may change between launches, but not between groups
 # May differ between groups: depends on the machine, or ft/start.py adds its resolved value to the fingerprint.
@@ -134,7 +135,7 @@ def check_saved(config: RunConfig, folder: Path, *, world_size: int | None = Non
     refused = [each for each in differences if each[0] not in config.resume.keys or each[0].startswith(fixed)]
     problems = [f"{config.origin.place(key)}: saved {old}, now {new}" for key, old, new in refused]
     if problems:
-        may = [key for key, _, new in refused if _may_branch(key) and new != _GONE]
+        may = [key for key, _, new in refused if _may_be_allowed(key) and new != _GONE]
         if can := [key for key in may if not key.startswith(fixed)]:
             allow = ",".join(dict.fromkeys((*config.resume.keys, *can)))
             problems.append(
@@ -148,15 +149,15 @@ def check_saved(config: RunConfig, folder: Path, *, world_size: int | None = Non
     return {key: f"{old} -> {new}" for key, old, new in differences}
 
 
-def _may_branch(key: str) -> bool:
+def _may_be_allowed(key: str) -> bool:
     return key.startswith((*_UPDATE_RULE, *_ORDER)) and key != "optimizer.name"
 
 
 def _check_allowed(config: RunConfig) -> None:
     keys = [key for key, _ in _texts(_tables(config))]
     for key in config.resume.keys:
-        if key not in keys or not _may_branch(key):
-            legal = [each for each in keys if _may_branch(each)]
+        if key not in keys or not _may_be_allowed(key):
+            legal = [each for each in keys if _may_be_allowed(each)]
             near = difflib.get_close_matches(key, legal, n=1)
             why = "cannot change in a run" if key in keys else "no such key"
             raise ConfigError(

@@ -17,8 +17,8 @@ from ft.config import FaultTolerance
 from models.contract import Model, ModelConfig
 from parallelisms.activation_checkpoint import ActivationCheckpointConfig
 from parallelisms.distributed import CommConfig
+from parallelisms.execution import CompileConfig, ExecutionConfig, Precision
 from parallelisms.float8 import Float8Config
-from parallelisms.layout import CompileConfig, ExecutionConfig, Precision
 from parallelisms.mesh import ParallelismConfig
 from training.checkpoint import CheckpointConfig
 from training.config import ResumeConfig, TrainingConfig, ValidationConfig

@@ -39,7 +39,7 @@ class Agreement:
         outcome = None
         if vote.verdict == "failed":  # one such vote decides: the server interrupts ranks that still wait
             outcome = client.outcome(vote)
-        yes, vote_key = able and vote.verdict == "yes" and not vote.blame, crc32(repr(vote.key).encode())
+        yes, vote_key = able and vote.verdict == "yes" and not vote.divergent, crc32(repr(vote.key).encode())
         votes = torch.tensor([not yes, vote.change, vote_key, -vote_key], dtype=torch.int64)
         self._carry_out(self._group.allreduce, votes, dist.ReduceOp.MAX)
         some_no, change, highest, lowest = votes.tolist()

@@ -131,16 +131,16 @@ class FaultTolerance:
     ] = 30.0
     stall_s: Annotated[
         float,
-        "seconds that any member may wait for a reduction or a quorum before the stalled members, those that do not wait, count as lost, "
-        "or five median steps if these are longer; if most members wait, ten seconds or five median steps, whichever is longer; the "
-        "lighthouse's --stall_s",
+        "a member that does not wait counts as lost when another has waited this many seconds for a reduction or a quorum, or 10 s if most "
+        "members wait; in both cases at least five median steps. A group also ends if one of its ranks requests no quorum for this long "
+        "after the others. Pass it to the lighthouse as --stall_s",
         "> 0",
     ] = 60.0
     collective_s: Annotated[float, "seconds after which a reduction fails, whatever the reason", "> 0"] = 600.0
     heal_transport: Annotated[
         Literal["http", "pg"],
-        "how a joining group receives the state, equal in all groups: over HTTP, from two groups at once, guarded by the job's token; "
-        "pg: over a process group, gloo between the two ranks, where replica groups reach each other only by process groups",
+        "transport of the state to a joining group, the same in all groups; http: from two groups at once, guarded by the job's token; "
+        "pg: over a gloo group of the two ranks, where replica groups reach each other only by process groups",
     ] = "http"
     heal_copy_bytes: Annotated[
         int,
@@ -166,7 +166,7 @@ class FaultTolerance:
     fragment_sync_delay: Annotated[int, "with diloco: optimizer steps that a reduction may overlap", ">= 0"] = 0
     fragment_update_alpha: Annotated[
         float,
-        "with diloco: share of a group's own weights in the mix with the agreed ones, when a reduction is complete; 0: none",
+        "with diloco: share of a group's local weights when the new outer weights are taken over; 0: none",
         ">= 0",
         "<= 1",
     ] = 0.0
@@ -219,7 +219,7 @@ class FaultTolerance:
                 requires = "requires fault_tolerance.keep_global_batch = true"
                 yield key, f"{requires}, without which a step has one slot for each group of the quorum"
 
-    def group_kind(self, device_type: str) -> GroupKind:
+    def process_group_kind(self, device_type: str) -> ProcessGroupKind:
         """Returns the kind of process group for gradients on "cpu" or "cuda". Raises ValueError if `process_group` does not support that.
 
         "auto" on CUDA is NCCL in this process: without MPS a child process and this one share the GPU by time slices, and a reduction that
@@ -251,9 +251,12 @@ class FaultTolerance:
         return Timeouts(**{**timeouts, "takeover_s": self.takeover_s or None})
 
 
-GroupKind = Literal["gloo", "nccl", "baby_gloo", "baby_nccl"]
+ProcessGroupKind = Literal["gloo", "nccl", "baby_gloo", "baby_nccl"]
 # By the gradients' device type: in this process, in a child process. gloo is registered for CPU tensors only (base.group_of).
-_KINDS: dict[str, tuple[GroupKind, GroupKind]] = {"cpu": ("gloo", "baby_gloo"), "cuda": ("nccl", "baby_nccl")}
+_KINDS: dict[str, tuple[ProcessGroupKind, ProcessGroupKind]] = {
+    "cpu": ("gloo", "baby_gloo"),
+    "cuda": ("nccl", "baby_nccl"),
+}
 
 _SEMI_SYNC = [x.name for x in fields(FaultTolerance)]
 _SEMI_SYNC = _SEMI_SYNC[_SEMI_SYNC.index("semi_sync_method") + 1 :]

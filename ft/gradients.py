@@ -4,20 +4,21 @@
     gradients.attach(model.parameters())
     gradients.begin_attempt(group, participants=3)      # a process group is formed: an attempt begins
     with gradients.last_backward():
-        loss.backward()                                 # hooks send what is complete while the backward goes on
-    gradients.launch_tail(tail)                         # the rest, with the tail
+        loss.backward()                                 # hooks launch what is complete while the backward goes on
+    gradients.launch_remaining(tail)                    # the rest, with the tail
     try:
         tail = gradients.wait()
         gradients.deliver()                             # .grad of every parameter is the sum
     except ProcessGroupError as error:                  # this group's own gradients are still kept
         group.abandon(str(error), then=gradients.abandon())
-        ...                                             # form a new one, begin_attempt, launch_tail, wait
+        ...                                             # form a new one, begin_attempt, launch_remaining, wait
 
 The *tail* is the last elements of the last bucket: numbers of the step, such as tokens per slot and loss (protocol/step.py).
 
 The hook of a parameter (`_on_gradient`) copies its gradient into its bucket (buckets.py), on the CPU while it is in the cache, on an
-accelerator together with the whole bucket, and sends each bucket when it and all before it are complete. The sum becomes `.grad` by
-pointing there (`deliver`): nothing is copied back. A retry copies the same gradients into other buckets, so it sends the same bits.
+accelerator together with the whole bucket, and launches the all-reduce of each bucket when it and all before it are complete. The sum
+becomes `.grad` by pointing there (`deliver`): nothing is copied back. A retry copies the same gradients into other buckets, so it reduces
+the same bits.
 
 Memory, beside autograd's own gradients, which live until `deliver`: see memory.py; also twice the size of users' tensors, and three buckets
 while a quantised one is reduced. With keep=False gradients of at least 1 MiB are reduced in place, or, with shared=True, freed when they
@@ -74,7 +75,7 @@ class _Attempt:
     copied: set[int] = field(default_factory=set)  # indices of gradients that are in their buckets
     in_place: dict[int, Tensor] = field(default_factory=dict)  # gradients that are reduced in place, by index
     streams: set[Any] = field(default_factory=set)  # device streams on which gradients were computed
-    launched: int = 0  # number of buckets that were sent; they are sent in order
+    launched: int = 0  # number of buckets whose all-reduce was launched, in order
     works: list[dist.Work] = field(default_factory=list)
     tail: Tensor | None = None  # None: not launched yet
     complete: bool = False
@@ -90,7 +91,7 @@ class _StepState:
     is_kept: bool = False  # `kept` is complete
     is_lost: bool = False  # a failed attempt has overwritten or freed gradients
     after_last_backward: bool = False
-    problem: str = ""  # error that was found while gradients were sent; launch_tail raises it
+    problem: str = ""  # error that was found while buckets were launched; launch_remaining raises it
     allreduces: list[ManagedAllreduce] = field(default_factory=list)  # in the order they were handed over
 
 
@@ -229,8 +230,8 @@ class Gradients:
 
     @contextmanager
     def last_backward(self, slot_index: int = 0) -> Iterator[None]:
-        """Wraps the backward that completes the gradients: inside it they are sent as they become complete; without it all are sent in
-        `launch_tail`. Separate slots: wraps the last backward of each slot, with its index in the step; .grad is None after it."""
+        """Wraps the backward that completes the gradients: inside it buckets are launched as they become complete; without it all are in
+        `launch_remaining`. Separate slots: wraps the last backward of each slot, with its index in the step; .grad is None after it."""
         self._in_last_backward, self._first_index = True, self._indices_of(slot_index).start if self._per_slot else 0
         try:
             yield
@@ -246,21 +247,23 @@ class Gradients:
         self._step.after_last_backward = True
 
     def launch_buckets(self) -> None:
-        """Sends all buckets except for the last: the gradients are complete, but the values of the tail are not known yet."""
+        """Launches the all-reduce of all buckets except for the last: the gradients are complete, but the values of the tail are not known
+        yet."""
         with self._lock:
             attempt = self._attempt
             assert attempt is not None, "begin_attempt comes first"
             self._step.after_last_backward = True
             self._launch_all_but_last(attempt, zeros=not attempt.contributes)
 
-    def launch_tail(self, tail: Sequence[float], *, zeros: bool = False) -> None:
-        """Sends all buckets that were not sent yet, in order; the last one has the tail, in fp32. A parameter without gradient sends zeros;
-        `zeros`: every parameter does. Gradients may have been sent before, so the tail must then say that this contribution does not count.
+    def launch_remaining(self, tail: Sequence[float], *, zeros: bool = False) -> None:
+        """Launches the all-reduce of all remaining buckets, in order; the last one has the tail, in fp32. A parameter without gradient adds
+        zeros; `zeros`: every parameter does. Some gradients may be launched already: then the tail must say that this contribution does
+        not count.
         Returns at once. Raises RuntimeError for gradients that cannot be reduced, or that are lost (keep=False)."""
         with self._lock:
             attempt, step = self._attempt, self._step
             assert attempt is not None, "begin_attempt comes first"
-            assert attempt.tail is None, "an attempt is launched once"
+            assert attempt.tail is None, "launch_remaining is called once per attempt"
             if step.problem:
                 raise RuntimeError(step.problem)
             if len(tail) > TAIL_ELEMENTS:
@@ -297,7 +300,7 @@ class Gradients:
         """Returns the reduced tail when all reductions are complete. Raises ProcessGroupError if one has failed."""
         attempt = self._attempt
         assert attempt is not None, "begin_attempt comes first"
-        assert attempt.tail is not None, "launch_tail comes first"
+        assert attempt.tail is not None, "launch_remaining comes first"
         for work in attempt.works:
             work.wait()
         for user_allreduce in self._step.allreduces:
@@ -410,7 +413,7 @@ class Gradients:
         Each group calls it for the same tensors in the same order, before or after the last backward. `repeat`: False if the user copies
         the result, where a retry would not write; then `can_repeat` is False. `quantized`: in int8; `feedback` then receives the rounding
         error when the result is delivered. Raises ValueError for the mean of integers and for a tensor with
-        overlapping memory, RuntimeError if there is no attempt that is not launched yet, or with separate slots."""
+        overlapping memory, RuntimeError outside an attempt, after launch_remaining, during the last backward, or with separate slots."""
         if self._per_slot:
             raise RuntimeError("fault_tolerance.deterministic_reduce = true: supports only gradients, no other tensors")
         if mean and not (tensor.is_floating_point() or tensor.is_complex()):
@@ -424,7 +427,9 @@ class Gradients:
         with self._lock:
             attempt, after = self._attempt, self._step.after_last_backward
             if attempt is None or attempt.tail is not None or self._in_last_backward:
-                raise RuntimeError("a tensor is reduced inside a step, but not during its last backward")
+                raise RuntimeError(
+                    "call allreduce of a tensor inside a step, before its reduction is launched, and not during its last backward"
+                )
             buffers = self._buffers = self._buffers or BufferPool(shared=self._shared)
             user_allreduce = ManagedAllreduce(
                 tensor,
@@ -535,7 +540,7 @@ class Gradients:
         return local
 
     def _launch_next_bucket(self, attempt: _Attempt, *, zeros: bool = False) -> None:
-        """Sends the next bucket, but never the last one, which `launch_tail` sends."""
+        """Sends the next bucket, but never the last one, which `launch_remaining` sends."""
         bucket = self._layout.buckets[attempt.launched]
         if not zeros and not attempt.copied.issuperset(bucket.members):
             self._copy(attempt, bucket.members)
@@ -557,10 +562,12 @@ class Gradients:
         while attempt.launched < len(attempt.missing) - 1:
             self._launch_next_bucket(attempt, zeros=zeros)
 
-    def _launch_user_allreduce(self, attempt: _Attempt, user_sum: ManagedAllreduce, *, after_buckets: bool) -> None:
-        if user_sum.after_buckets == after_buckets and not user_sum.launched:
-            via = self._queue(attempt) if user_sum.quantized else attempt.queue or attempt.group
-            attempt.works.append(user_sum.launch(via, attempt.participants, contributes=attempt.contributes))
+    def _launch_user_allreduce(
+        self, attempt: _Attempt, user_allreduce: ManagedAllreduce, *, after_buckets: bool
+    ) -> None:
+        if user_allreduce.after_buckets == after_buckets and not user_allreduce.launched:
+            via = self._queue(attempt) if user_allreduce.quantized else attempt.queue or attempt.group
+            attempt.works.append(user_allreduce.launch(via, attempt.participants, contributes=attempt.contributes))
 
     def _queue(self, attempt: _Attempt) -> CollectiveQueue:
         if attempt.queue is None:

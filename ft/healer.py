@@ -12,7 +12,7 @@ from collections.abc import Callable
 from contextlib import closing
 from typing import Any
 
-from ft.healing.capture import StateRegistry, StateSnapshot
+from ft.healing.capture import StateRegistry, StateView
 from ft.healing.format import FormatError
 from ft.healing.transport import HealFailed, StateSource, Transport
 from ft.protocol import messages as m
@@ -56,8 +56,8 @@ class Healer:
         """Offers the state of a step boundary to joiners that heal from this group; withdraws the last offer if there are none."""
         if quorum.recover_dst_replica_ranks:
             joiners = [quorum.members[rank] for rank in quorum.recover_dst_replica_ranks]
-            snapshot = self._state.snapshot()
-            self.transport.offer(snapshot, quorum_id=quorum.quorum_id, step=quorum.reference[0], joiners=joiners)
+            view = self._state.view()
+            self.transport.offer(view, quorum_id=quorum.quorum_id, step=quorum.reference[0], joiners=joiners)
             if quorum.quorum_id <= self._ended_quorum:  # it was ended before it was made
                 self.transport.end_offer(quorum.quorum_id, "its quorum is over")
         else:
@@ -77,7 +77,7 @@ class Healer:
         """Starts a thread that fetches the state into this rank's tensors, and reports HealEnded. Sources learn of a failure."""
         self.drop()
         self._cancelled = threading.Event()
-        given = quorum, self._state.snapshot(), self._cancelled
+        given = quorum, self._state.view(), self._cancelled
         self._fetching = threading.Thread(target=self._fetch, args=given, name="ft-heal", daemon=True)
         self._fetching.start()
 
@@ -101,7 +101,7 @@ class Healer:
         self.drop()
         self.transport.close()
 
-    def _fetch(self, quorum: m.QuorumResult, into: StateSnapshot, cancelled: threading.Event) -> None:
+    def _fetch(self, quorum: m.QuorumResult, into: StateView, cancelled: threading.Event) -> None:
         until_s, began_s = time.monotonic() + self._grace_s, time.monotonic()
         names = tuple([quorum.members[source.replica_rank] for source in quorum.sources])
         wanted = {"quorum_id": quorum.quorum_id, "step": quorum.reference[0]}
@@ -125,7 +125,7 @@ class Healer:
                 if mismatch or cancelled.is_set() or time.monotonic() > until_s:
                     if not cancelled.is_set():
                         self.transport.notify_done(sources, **wanted)
-                    return self._on_event(m.HealEnded(quorum.quorum_id, ok=False, reason=str(error), blame=names))
+                    return self._on_event(m.HealEnded(quorum.quorum_id, ok=False, reason=str(error)))
             if cancelled.wait(AGAIN_S):
                 return self._on_event(m.HealEnded(quorum.quorum_id, ok=False, reason="the heal was cancelled"))
         log.info("healed from %s in %.2f s", " and ".join(names), time.monotonic() - began_s)

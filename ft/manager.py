@@ -1,4 +1,5 @@
-"""The Manager of a rank: carries out the effects of its step machine (protocol/step.py), without rules of its own.
+"""The Manager of a rank: carries out the effects of its step machine (protocol/step.py), without rules of its own. `ft.Manager` is
+torchft's interface over this class (compat/manager.py).
 
     trainer ---begin_step, reduce, commit---> Manager ---events---> StepMachine ---effects---> Manager ---> Gradients     kept and reduced
                                                  ^                                               ---> ProcessGroup  other groups' ranks
@@ -6,8 +7,8 @@
                                                                                                  ---> GroupClient   quorum requests, votes
 
 Any thread may feed the machine: the threads of notices, of a fetch, of background votes, and the trainer's, which carries out all effects
-but InterruptCollectives, in order, inside the three calls; a notice only interrupts its wait for peers. Only a process group may form while
-the trainer computes (`_effect_ahead`); then no gradient is sent before `reduce`.
+but InterruptCollectives, in order, inside the three calls; a notice only interrupts the trainer's wait for peers. One effect overlaps with
+the trainer's forward and backward: a process group may form meanwhile (`_effect_ahead`); then nothing is launched before `reduce`.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ from ft.process_groups.gloo import ProcessGroupGloo
 from ft.process_groups.probe import Prober
 from ft.protocol import messages as m
 from ft.protocol.compare import as_sent
-from ft.protocol.messages import BRANCH, VOID
+from ft.protocol.messages import STEPS_PER_BRANCH, VOID
 from ft.protocol.step import Ledger, Phase, StepConfig, StepMachine
 from ft.rpc.access import Access
 from ft.rpc.clients import GroupClient, Refused
@@ -74,7 +75,7 @@ CLOSE_S = 1.0  # longest wait of `close` for process groups to end, which takes 
 log = logging.getLogger("pharos.manager")
 
 AttemptId = tuple[int, int, int]  # quorum_id, attempt, step
-TrainerEffect = m.Compute | m.LaunchTail | m.CommitStep  # the trainer computes, has zeros reduced, or commits
+TrainerEffect = m.Compute | m.LaunchRemaining | m.CommitStep  # the trainer computes, has zeros reduced, or commits
 
 
 @dataclass(frozen=True)
@@ -157,7 +158,7 @@ class Manager:
         self.client = connect(self.membership.address, config.group_rank, config.access)
         self.want_to_leave = self.client.want_to_leave
         self.step = 0  # step of the trainer's state; the machine may be ahead by held steps
-        self.commit_id = ""  # commit ID of that state: equal IDs mean equal weights
+        self.commit_id = ""  # commit ID of that state: equal IDs, the same history
         self.quorum: m.QuorumResult | None = None  # the newest quorum, as this rank has it
         self._launched = 0  # attempts that were launched in the newest quorum
         self._has_formed = False  # True once a generation was formed
@@ -239,16 +240,16 @@ class Manager:
                     self.gradients.begin_backward([assigned.index(slot) for slot in effect.slots])
                 else:
                     self.gradients.begin_backward()
-                self._assignment = DataAssignment(effect.step % BRANCH, effect.slots)
+                self._assignment = DataAssignment(effect.step % STEPS_PER_BRANCH, effect.slots)
             else:
                 committed = isinstance(effect, m.CommitStep)  # whose step already counts the committed one
-                self._assignment = DataAssignment(effect.step % BRANCH - committed, ())
+                self._assignment = DataAssignment(effect.step % STEPS_PER_BRANCH - committed, ())
             if until is not None and self._assignment.step >= until:
                 self.may_exit = True  # no group has a step left to train
         return self._assignment
 
     def reduce(
-        self, tokens_per_slot: Sequence[float], loss_sum: float, finite: bool, *, kept: bool = True, failure: str = ""
+        self, tokens_per_slot: Sequence[float], loss_sum: float, able: bool, *, kept: bool = True, failure: str = ""
     ) -> StepTotals:
         """Returns when all reductions are complete. If a group fails meanwhile, they are repeated in a new generation, and no step is lost.
         `kept`: a further attempt would send the same gradients. `failure`: the reason, if this attempt has to fail."""
@@ -260,17 +261,17 @@ class Manager:
                 self._feed(self._wait_formed(self.quorum))
             effect = self._carry_out_effects()
             is_computed, self._ahead = self._ahead is not None, None
-        if isinstance(effect, m.Compute | m.LaunchTail) and is_computed:
+        if isinstance(effect, m.Compute | m.LaunchRemaining) and is_computed:
             assert self.quorum is not None
             self._trainer_effect = None
             if failure:
                 self._feed(m.ReduceFailed(self.quorum.quorum_id, effect.attempt, effect.step, failure))
             if isinstance(effect, m.Compute):
                 if self.quorum.recover_dst_replica_ranks and self.healer.transport.is_fully_sent:
-                    # announced here, a step before they do so themselves: they launched this step's zeros without the state
+                    # one step before the healing groups would announce it: they launched this step's zeros without the state
                     why = "the groups that heal from this one have received the state"
                     self._feed(m.ChangeAnnounced(self.quorum.quorum_id, why))
-                self._feed(m.Computed(tuple(tokens_per_slot), loss_sum, finite, kept))
+                self._feed(m.Computed(tuple(tokens_per_slot), loss_sum, able, kept))
             elif not failure:
                 self._zeros_sent = (effect.quorum_id, effect.step)
                 self._feed(self._launch(effect))
@@ -290,7 +291,7 @@ class Manager:
             return None
         if assignment and assignment.slots and not {slot for slot, _ in effect.slots}.intersection(assignment.slots):
             self._telemetry.lost()
-        self._trainer_effect, self.step, self.commit_id = None, effect.step % BRANCH, effect.commit_id
+        self._trainer_effect, self.step, self.commit_id = None, effect.step % STEPS_PER_BRANCH, effect.commit_id
         self._has_committed = True
         telemetry, now_s = self._telemetry, time.monotonic()
         telemetry.step_seconds.append(now_s - telemetry.committed_s)
@@ -303,7 +304,7 @@ class Manager:
             effect.quorum_size,
             effect.slots,
             effect.holes,
-            effect.left_out,
+            effect.skipped,
             effect.rewound,
         )
 
@@ -334,7 +335,7 @@ class Manager:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._restored = from_checkpoint(state)
-        self.step, self.commit_id = self._restored["step"] % BRANCH, self._restored["commit_id"]
+        self.step, self.commit_id = self._restored["step"] % STEPS_PER_BRANCH, self._restored["commit_id"]
         if self.machine.phase is Phase.BOUNDARY:
             self._feed(m.Restored(self._restored))
 
@@ -367,7 +368,7 @@ class Manager:
     def finish(self, *, saved: bool) -> None:
         self._saved = saved
 
-    def announce(self, lane: str, text: str) -> None:
+    def show_event(self, lane: str, text: str) -> None:
         self.client.happened(lane, max(0, self.step), text)
 
     def close(self) -> None:
@@ -433,7 +434,7 @@ class Manager:
         self, *, before_vote: bool = False, until: Callable[[], bool] = lambda: False
     ) -> TrainerEffect | None:
         """Carries out effects, and feeds the machine the event that answers each; returns the first one for the trainer. None: `until()` is
-        True, or, with `before_vote`, the next effect is this rank's "yes" to the commit. Raises MustExit, and as Seam.commit."""
+        True, or, with `before_vote`, the next effect is this rank's "yes" to the commit. Raises MustExit, and what Seam.commit raises."""
         phase_timer, machine = self._telemetry.phase_timer, self.machine
         while self._trainer_effect is None:
             if before_vote and machine.phase is Phase.VOTING and self._effects:
@@ -445,7 +446,7 @@ class Manager:
                     if not self._wait(until):
                         break
             effect, event, quorum = self._effects.popleft(), None, self.quorum
-            if self._ahead and isinstance(effect, m.LaunchTail | m.CommitStep | m.LoadState | m.LoadCheckpoint):
+            if self._ahead and isinstance(effect, m.LaunchRemaining | m.CommitStep | m.LoadState | m.LoadCheckpoint):
                 self._drop_gradients()  # this group owns no slots, or its weights are replaced
             phase = PHASE_OF.get(type(effect))
             with phase_timer.phase(phase) if phase else nullcontext():
@@ -458,12 +459,12 @@ class Manager:
                         if self._telemetry.first_began_s is None:
                             self._telemetry.first_began_s = time.monotonic()
                         self._trainer_effect = effect
-                    case m.LaunchTail():
+                    case m.LaunchRemaining():
                         event = self._launch_when_healed(effect) if self._options.zeros_wait else self._launch(effect)
                     case m.CastVote(vote):
                         event = self._cast_vote(vote)
                     case m.CommitStep():
-                        held = effect.step % BRANCH if effect.held else None
+                        held = effect.step % STEPS_PER_BRANCH if effect.held else None
                         self.gradients.deliver(held, contributors=len(effect.contributors))
                         self._attempt_id = self._attempt_id if effect.held else None
                         self._trainer_effect = effect
@@ -485,7 +486,7 @@ class Manager:
                         with self._telemetry.sends(2 * self._config.times.heal_grace_s):
                             self.healer.fence()
                     case m.HoldSums(step):
-                        self.gradients.hold(step % BRANCH)
+                        self.gradients.hold(step % STEPS_PER_BRANCH)
                         self._attempt_id = None
                     case m.DropHeld():
                         self.gradients.drop_held()
@@ -530,7 +531,8 @@ class Manager:
         return event
 
     def _configure(self, quorum: m.QuorumResult) -> m.Event | None:
-        """Offers the state, forms the process group, then starts a fetch, for which no other waits. None: the group forms meanwhile."""
+        """Offers the state, forms the process group, then starts a fetch, which no other group waits for. None: the group forms
+        meanwhile."""
         self.quorum = quorum
         self.replica_id = quorum.replica_id
         handles = dict(zip(quorum.members, quorum.handles, strict=False))
@@ -633,10 +635,10 @@ class Manager:
         assert self.quorum is not None
         if self._attempt_id != attempt:  # an earlier one on this generation, if any, is complete and not committed
             count = len(self.quorum.participants)
-            self.gradients.begin_attempt(self.group, count, contributes=contributes, step=attempt[2] % BRANCH)
+            self.gradients.begin_attempt(self.group, count, contributes=contributes, step=attempt[2] % STEPS_PER_BRANCH)
             self._attempt_id = attempt
 
-    def _launch_when_healed(self, effect: m.LaunchTail) -> m.Event | None:
+    def _launch_when_healed(self, effect: m.LaunchRemaining) -> m.Event | None:
         """Launches the tail. But zeros of a group that has computed nothing, or whose user has written to a reduced tensor since, wait for
         the heal first (once per quorum and step), and are launched by `reduce`, in the next step of a torchft program
         (ft/compat/manager.py)."""
@@ -653,7 +655,7 @@ class Manager:
         self._trainer_effect = effect
         return None
 
-    def _launch(self, effect: m.LaunchTail) -> m.Event:
+    def _launch(self, effect: m.LaunchRemaining) -> m.Event:
         attempt, telemetry = (effect.quorum_id, effect.attempt, effect.step), self._telemetry
         if self._attempt_id != attempt:
             self._begin_attempt(attempt, contributes=not effect.zeros)
@@ -665,7 +667,7 @@ class Manager:
             ):  # place of the digest of this rank's weights and buffers, which groups compare in this step
                 values = as_sent(digest(compared(self._parts)), copied=effect.copied)
                 tail = (*tail[:at], *values, *tail[at + len(values) :])
-            self.gradients.launch_tail(tail, zeros=effect.zeros)
+            self.gradients.launch_remaining(tail, zeros=effect.zeros)
         except RuntimeError as error:  # the caller's error: the tail was not launched; the next attempt raises it again
             self._feed(m.ReduceFailed(*attempt, str(error)))
             self._assignment = None
@@ -716,7 +718,7 @@ class Manager:
     def _load_state(self, step: int) -> None:
         assert self.quorum is not None
         self.healer.load()
-        self.step, self.commit_id = step % BRANCH, self.quorum.reference[2]
+        self.step, self.commit_id = step % STEPS_PER_BRANCH, self.quorum.reference[2]
         log.info("step %d is healed", self.step * self._options.inner_steps)
         self._telemetry.event("healed", bytes=self.healer.received_bytes)
 
@@ -727,7 +729,7 @@ class Manager:
             self._restore()
             if self._restored is None and (self.step or self.healer.touched):
                 raise GroupEnded(
-                    "no checkpoint replaces this group's state, which is not the initial one: start it again"
+                    "there is no checkpoint to load, and this group's weights are no longer the initial ones: restart the group"
                 )
         return m.Restored(self._restored)
 

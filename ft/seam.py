@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from ft.protocol.messages import BRANCH, Rewound
+from ft.protocol.messages import STEPS_PER_BRANCH, Rewound
 
 
 @dataclass(frozen=True)
@@ -27,13 +27,13 @@ class DataAssignment:
 
 @dataclass(frozen=True)
 class StepTotals:
-    """Sums of a step over all groups that contributed. `finite`: with SoloManager, the loss is neither NaN nor infinite; with Manager,
-    which leaves out a group with such a loss, False only if the attempt has failed, so that `commit` returns None."""
+    """Sums of a step over all groups that contributed. `ok`: with SoloManager, the loss is neither NaN nor infinite; with Manager,
+    which leaves out a group with such a loss, the attempt has not failed, so that `commit` may return a Commit."""
 
     # valid tokens; 0: that slot contributed nothing; if this group was assigned no slot, one element: the sum over all slots
     tokens_per_slot: Sequence[float]
     loss_sum: float  # nats over those tokens
-    finite: bool
+    ok: bool
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Commit:
     quorum_size: int
     slots: tuple[tuple[int, str], ...]  # slot and replica ID of each contribution; "solo": without replica groups
     holes: tuple[int, ...]  # slots that were assigned so far and are in no commit yet
-    left_out: tuple[tuple[int, int], ...] = ()  # ranges of positions that this step leaves out for good
+    skipped: tuple[tuple[int, int], ...] = ()  # ranges of positions that this step leaves out for good
     rewound: Rewound | None = None  # of the first step of a branch: how it began
 
 
@@ -78,13 +78,13 @@ class GroupReleased(RuntimeError):
 def to_checkpoint(state: dict[str, Any]) -> dict[str, Any]:
     """Returns the state with its ledger as one JSON string: the ledger's keys vary, and those of a checkpoint must not. `step` is that of
     the branch, whose number the ledger has."""
-    return {**state, "step": state["step"] % BRANCH, "ledger": json.dumps(state["ledger"])}
+    return {**state, "step": state["step"] % STEPS_PER_BRANCH, "ledger": json.dumps(state["ledger"])}
 
 
 def from_checkpoint(state: dict[str, Any]) -> dict[str, Any]:
     """Returns step, commit_id, commit_quorum_id and ledger, as StepMachine.state_dict does: undoes `to_checkpoint`."""
     ledger = json.loads(state["ledger"])
-    return {**state, "step": len(ledger.get("rewinds", ())) * BRANCH + state["step"], "ledger": ledger}
+    return {**state, "step": len(ledger.get("rewinds", ())) * STEPS_PER_BRANCH + state["step"], "ledger": ledger}
 
 
 class Seam(Protocol):
@@ -120,9 +120,9 @@ class Seam(Protocol):
         nothing, and applies the sums of the others. After a failed attempt it returns only slots that are still to be computed: gradients
         that this group has computed are kept. `until`: number of the last step; this group leaves with its commit."""
 
-    def reduce(self, tokens_per_slot: Sequence[float], loss_sum: float, finite: bool) -> StepTotals:
-        """Reduces this group's token counts and loss sum (already summed over its ranks) and its gradients over all groups. `finite`: this
-        group's loss is neither NaN nor infinite."""
+    def reduce(self, tokens_per_slot: Sequence[float], loss_sum: float, able: bool) -> StepTotals:
+        """Reduces this group's token counts and loss sum (already summed over its ranks) and its gradients over all groups. `able`:
+        False if this group cannot contribute, such as with a loss of NaN: it reduces zeros instead of its gradients."""
 
     def commit(self, totals: StepTotals) -> Commit | None:
         """Commits the step; .grad is then the sum over all groups. None: the step has failed; call begin_step again.
@@ -141,7 +141,7 @@ class Seam(Protocol):
     def rewinds(self) -> Sequence[Rewound]:
         """Rewinds of this history, of which each began a branch; the first branch, 0, began at step 0."""
 
-    def announce(self, lane: str, text: str) -> None:
+    def show_event(self, lane: str, text: str) -> None:
         """Shows a message on the dashboard, if there is one, in a lane of rpc.codec.LANES. From any thread; it may get lost."""
 
     def state_dict(self) -> dict[str, Any]:

@@ -1,10 +1,10 @@
 """Semi-synchronous training as a Seam (seam.py): a step of the protocol is a *round* of optimizer steps of each replica group.
 
-    assignment = rounds.begin_step()     # a *window* of the data: slots for rounds.inner_steps optimizer steps
+    assignment = manager.begin_step()    # a *window* of the data: slots for manager.inner_steps optimizer steps
     for slot in assignment.slots:
         ...                              # forward, backward, clipping and inner optimizer of this group only
-        rounds.on_inner_step()           # sends the pseudo-gradients of the round's fragment when they are due
-    commit = rounds.commit(rounds.reduce(tokens_per_slot, loss_sum, finite))  # the outer step, if the round is committed
+        manager.on_inner_step()          # sends the pseudo-gradients of the round's fragment when they are due
+    commit = manager.commit(manager.reduce(tokens_per_slot, loss_sum, able))  # the outer step, if the round is committed
 
 A round has the guarantees of a step: pseudo-gradients are kept and reduced again if a group fails, ranks vote on it, and it has no effect
 before its commit. The ledger assigns a window of inner_steps batches, trained on if and only if its pseudo-gradients are in the sums.
@@ -82,8 +82,8 @@ class FragmentGradients(Gradients):
         self._current.begin_attempt(group, participants, contributes=contributes, step=step)
 
     prepare, close, drop_held = map(_of_all, ("prepare", "close", "drop_held"))
-    begin_backward, launch_buckets, launch_tail, wait, abandon, hold = map(
-        _of_current, ("begin_backward", "launch_buckets", "launch_tail", "wait", "abandon", "hold")
+    begin_backward, launch_buckets, launch_remaining, wait, abandon, hold = map(
+        _of_current, ("begin_backward", "launch_buckets", "launch_remaining", "wait", "abandon", "hold")
     )
 
     def deliver(self, held: int | None = None, *, contributors: int | None = None) -> None:
@@ -112,7 +112,7 @@ class SemiSyncManager:
         assert isinstance(manager.gradients, FragmentGradients)
         self._manager, self._gradients = manager, manager.gradients
         # register_state is only for state that is equal in all groups between two rounds, not for the model or the inner optimizer
-        self.register_state, self.announce, self.finish = manager.register_state, manager.announce, manager.finish
+        self.register_state, self.show_event, self.finish = manager.register_state, manager.show_event, manager.finish
         # of a round; configs/check.py refuses to skip steps inside one, and to go back to a checkpoint
         self.skip, self.rewind = manager.skip, manager.rewind
         self.want_to_leave, self.leave, self.close = manager.want_to_leave, manager.leave, manager.close
@@ -170,10 +170,10 @@ class SemiSyncManager:
                 outer.grad = dtensor_like(outer, gradient)
             self._gradients.launch_buckets()
 
-    def reduce(self, tokens_per_slot: Sequence[float], loss_sum: float, finite: bool) -> StepTotals:
-        """Reduces the round. `finite`: also False if the round was ended early by a loss that is NaN or infinite."""
-        assert not self._window or not finite or self._done == self.inner_steps
-        return self._manager.reduce((sum(tokens_per_slot),) if self._window else (), loss_sum, finite)
+    def reduce(self, tokens_per_slot: Sequence[float], loss_sum: float, able: bool) -> StepTotals:
+        """Reduces the round. `able`: also False if the round was ended early by a loss that is NaN or infinite."""
+        assert not self._window or not able or self._done == self.inner_steps
+        return self._manager.reduce((sum(tokens_per_slot),) if self._window else (), loss_sum, able)
 
     def commit(self, totals: StepTotals) -> Commit | None:
         commit = self._manager.commit(totals)

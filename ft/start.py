@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ft.config import Environment, FaultTolerance
-from ft.protocol.messages import BRANCH, Rewound
+from ft.protocol.messages import STEPS_PER_BRANCH, Rewound
 from ft.protocol.step import Ledger
 from ft.seam import Commit, DataAssignment, Seam, StepTotals, Stopped, from_checkpoint, to_checkpoint
 from ft.telemetry import OnEvent, PhaseTimer, ignore_event
@@ -51,7 +51,7 @@ class SoloManager:
     def commit(self, totals: StepTotals) -> Commit | None:
         divisor, assignment = sum(totals.tokens_per_slot), self._ledger.assignment
         slots = tuple(assignment)
-        if not totals.finite:
+        if not totals.ok:
             raise Stopped(f"step {self.step + 1}: the loss is not a number", slots)
         if divisor == 0:
             named = ", ".join(map(str, slots))
@@ -60,12 +60,12 @@ class SoloManager:
         self.may_exit = self._leaves or self.step == self._until
         contributed, _ = self._ledger.commit(totals.tokens_per_slot)
         trained, holes = tuple((slot, assignment[slot]) for slot in contributed), tuple(self._ledger.holes)
-        mean_loss, left_out = totals.loss_sum / divisor, self._ledger.left_out
+        mean_loss, skipped = totals.loss_sum / divisor, self._ledger.newly_skipped
         rewound = self._ledger.begun_by(self.step) if self._ledger.rewinds else None
-        return Commit(divisor, (0,), mean_loss, 1, slots=trained, holes=holes, left_out=left_out, rewound=rewound)
+        return Commit(divisor, (0,), mean_loss, 1, slots=trained, holes=holes, skipped=skipped, rewound=rewound)
 
     def skip(self, slots: Sequence[int]) -> None:
-        self._ledger.given_up += slots
+        self._ledger.skipped_slots += slots
 
     def rewind(self, reason: str, load: Callable[[], object]) -> None:
         spiked, step = self._ledger.state_dict(), self.step
@@ -84,7 +84,7 @@ class SoloManager:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         state = from_checkpoint(state)
-        self.step = state["step"] % BRANCH
+        self.step = state["step"] % STEPS_PER_BRANCH
         self._ledger.load_state_dict(state["ledger"], keep_assignment=False)
 
     @property
@@ -99,7 +99,7 @@ class SoloManager:
     def _nothing(self, *given: Any, **named: Any) -> None:
         """Does nothing: there are no other groups, no dashboard, and no resources to release."""
 
-    attach = want_to_leave = regroup = finish = announce = close = _nothing
+    attach = want_to_leave = regroup = finish = show_event = close = _nothing
 
 
 def open_manager(
@@ -165,7 +165,7 @@ def open_manager(
     )
     fingerprint = (*fingerprint, ("fault_tolerance.slots_per_step", str(slots_per_step)))
     make: Callable[..., Manager] = partial(RecordingManager, folder) if environment.drill else Manager
-    group, semi_sync = process_group(settings, device_type), settings.semi_sync_method != "none"
+    group, semi_sync = make_process_group(settings, device_type), settings.semi_sync_method != "none"
     gradients = FragmentGradients(shared=group.IN_CHILD, quantized=settings.should_quantize) if semi_sync else None
     given = dict(store=store, agreement=agreement, restore=restore, phase_timer=phase_timer, on_event=on_event)
     manager = make(group, config, options, fingerprint=fingerprint, gradients=gradients, **given)
@@ -177,16 +177,16 @@ def open_manager(
     return SemiSyncManager(manager, settings.schedule, outer) if semi_sync else manager
 
 
-def group_env(settings: FaultTolerance, device_type: str) -> dict[str, str]:
+def process_group_env(settings: FaultTolerance, device_type: str) -> dict[str, str]:
     """Environment variables for collectives between replica groups, to be set before the first process group is made."""
     from ft.process_groups.nccl import process_settings
 
-    return process_settings(settings.group_kind(device_type), settings.rendezvous_s)
+    return process_settings(settings.process_group_kind(device_type), settings.rendezvous_s)
 
 
-def process_group(settings: FaultTolerance, device_type: str) -> ProcessGroup:
+def make_process_group(settings: FaultTolerance, device_type: str) -> ProcessGroup:
     """Makes the process group with the other replica groups, for gradients on a device of that type. Raises ValueError."""
-    kind = settings.group_kind(device_type)
+    kind = settings.process_group_kind(device_type)
     from ft.process_groups.baby import ProcessGroupBabyGloo, ProcessGroupBabyNCCL
     from ft.process_groups.gloo import ProcessGroupGloo
     from ft.process_groups.nccl import ProcessGroupNCCL

@@ -81,7 +81,7 @@ class Status:
 class ManagerTelemetry:
     """The telemetry of one Manager. `step`: returns the step of the trainer's state. `inner_steps`: optimizer steps of one commit; the
     protocol counts commits. `long_phase_s`: time limit of a phase whose duration does not depend on a step's, and of the first step; 0: not
-    reported. `announce`: shows a message in a lane of the dashboard, at the protocol's step. For the trainer's thread."""
+    reported. `show_event`: shows a message in a lane of the dashboard, at the protocol's step. For the trainer's thread."""
 
     def __init__(
         self,
@@ -89,13 +89,13 @@ class ManagerTelemetry:
         step: Callable[[], int],
         phase_timer: PhaseTimer,
         on_event: OnEvent,
-        announce: Callable[[str, int, str], None],
+        show_event: Callable[[str, int, str], None],
         inner_steps: int = 1,
         long_phase_s: float = 0.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._group_rank, self._step, self.phase_timer, self._on_event = group_rank, step, phase_timer, on_event
-        self._announce, self._inner_steps, self._long_phase_s = announce, inner_steps, long_phase_s
+        self._show_event, self._inner_steps, self._long_phase_s = show_event, inner_steps, long_phase_s
         self._clock = clock
         # "": no wait; "sums": for other groups, in a reduction; "vote": for ranks of this group, which may be in a reduction
         self.current_wait: Literal["", "sums", "vote"] = ""
@@ -135,14 +135,14 @@ class ManagerTelemetry:
         """Reports that a generation failed, and with it the attempt at a step."""
         self.event("failed", reason=reason)
         if self._group_rank == 0:
-            self._announce("commit", self._step() // self._inner_steps, reason)
+            self._show_event("commit", self._step() // self._inner_steps, reason)
 
     def quorum(self, quorum: m.QuorumResult) -> None:
         members, sources = quorum.members, [quorum.members[source.replica_rank] for source in quorum.sources]
         healing = [name_of(member) for member in members if member not in quorum.participants]
         self.event("quorum", quorum_id=quorum.quorum_id, groups=[*map(name_of, members)], healing=healing)
         at = m.step_of(quorum.reference[0]) * self._inner_steps
-        branch = quorum.reference[0] // m.BRANCH
+        branch = quorum.reference[0] // m.STEPS_PER_BRANCH
         of_branch = f" of branch {branch}" if branch else ""
         text = f"quorum {quorum.quorum_id} at step {at}{of_branch}: {len(members)} groups ({', '.join(map(name_of, members))})"
         if quorum.heal:
@@ -160,7 +160,7 @@ class ManagerTelemetry:
         others = len(members) - len(divergent)
         than = f"those of {others} other groups" if divergent else "each other, and no majority has equal ones"
         text = f"after step {step} the weights of rank {rank} of {whose} differ from {than}"
-        self._announce("corruption", m.step_of(effect.step), text)
+        self._show_event("corruption", m.step_of(effect.step), text)
         log.error("%s", text)
 
     def status(self, beat_s: float) -> Status:

@@ -44,7 +44,8 @@ class Model(nn.Module):
     output: Head | None
     tp_plan: Mapping[str, str] = MappingProxyType({})  # module name -> kind: parallelisms/tensor.py
     # Pattern over parameter names -> update, in place of the optimizer's. Called after a commit with the parameter and its gradient, this
-    # rank's shards; the gradient is what backward gave, summed over all tokens, ranks and groups. It is in no norm, and not clipped.
+    # rank's shards; the gradient is what backward gave, summed over all tokens, ranks and groups. This gradient is excluded from
+    # the gradient norm and from clipping.
     own_updates: Mapping[str, Callable[[Tensor, Tensor], None]] = MappingProxyType({})
     tied: bool = False  # embedding and head share one parameter, tok_embeddings.weight
 
@@ -60,7 +61,7 @@ class Model(nn.Module):
         """Takes tokens [B, T] int64, or the hidden state [B, T, C] of the previous stage. Returns logits [B, T, V] in the compute dtype
         (the loss upcasts); with `labels` [B, T] the sum of the losses; in a stage without the head the hidden state.
 
-        `cache`: from `new_cache`; these tokens are appended to it. `positions` [T] int64: of these tokens in the sequence; None:
+        `cache`: from `new_cache`; these tokens are appended to it. `positions` [T] int64: token positions in the sequence; None:
         consecutive, from 0 or after the cache. Each attention calls `self.attend(q, k, v, document_starts)`, which context parallelism
         replaces. `document_starts` [B, T] int64, without a cache: for each token the position in the sequence of the first token of its
         document, which is the first that it attends to, and from which its own position counts."""
@@ -129,7 +130,7 @@ class Experts(nn.Module):
         [M, C]."""
         raise NotImplementedError
 
-    def dispatch(self, rows: Tensor, counts: Tensor) -> Tensor:
+    def dispatch_and_combine(self, rows: Tensor, counts: Tensor) -> Tensor:
         """Calls forward. Expert parallelism replaces it by an all-to-all before and after forward. `counts` [E]: of all experts."""
         return cast(Tensor, self(rows, counts))
 

@@ -1,6 +1,7 @@
 """Conversion of Llama from and to Hugging Face's format: parameter names, order of rows, config.json. "Theirs" is Hugging Face's.
 
-Flow: scripts/hf.py -> contrib/interchange/ (files) -> `Format` of models/<name>_hf.py; on import, config.json's model_type is the name.
+Flow: scripts/hf.py -> contrib/interchange/ (files) -> `Format` of models/<name>_hf.py, found on import by its `model_type`, that of
+config.json, and on export by model.name.
 
 Rotary positions rotate pairs of features. Ours are neighbours, (2i, 2i + 1), as in Meta's files; theirs are (i, i + D/2). So the rows
 of each head of the query and key projections have a different order in their files."""
@@ -87,9 +88,9 @@ class Format:
         "feed_forward.w3": "mlp.up_proj",
         "feed_forward.w2": "mlp.down_proj",
     }
-    neutral: Mapping[
+    supported_values: Mapping[
         str, tuple[tuple[Any, ...], str]
-    ] = {  # keys that could change logits: the values that do not, the reason
+    ] = {  # keys of config.json of which only these values are implemented, and why
         "hidden_act": (("silu", "swish"), "the feed-forward here is SwiGLU"),
         "attention_bias": ((False, None), "projections here have no bias"),
         "mlp_bias": ((False, None), "projections here have no bias"),
@@ -104,7 +105,7 @@ class Format:
         "is_encoder_decoder": ((False, None), "there is no encoder here"),
     }
     # Keys that do not change logits (origin, training, sampling, implementation), or that are read by name
-    others = frozenset((
+    ignored_keys = frozenset((
         "architectures", "model_type", "head_dim", "max_position_embeddings", "rms_norm_eps", "rope_theta", "rope_scaling",
         "rope_parameters", "tie_word_embeddings", "torch_dtype", "dtype", "bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id",
         "initializer_range", "use_cache", "pretraining_tp", "transformers_version", "_name_or_path", "_attn_implementation_autoset",
@@ -164,7 +165,7 @@ class Format:
             raise ValueError(
                 f'architectures = {shown(body["architectures"])}: another head; supported: ["{self.architecture}"]'
             )
-        for key, (allowed, cause) in self.neutral.items():
+        for key, (allowed, cause) in self.supported_values.items():
             if key in body and body[key] not in allowed:
                 raise ValueError(f"{key} = {shown(body[key])}: {cause}; supported: {shown(allowed[0])}")
         own = self.own_settings(body)
@@ -183,7 +184,7 @@ class Format:
             **own,
         }
         dtype = str(body.get("dtype") or body.get("torch_dtype") or "").removeprefix("torch.")
-        known = {*self.neutral, *self.sizes.values(), *self.others}
+        known = {*self.supported_values, *self.sizes.values(), *self.ignored_keys}
         unknown = sorted(key for key, value in body.items() if key not in known and value not in (None, False))
         max_positions = number(body, "max_position_embeddings", 0)
         return Published(self.config(**settings), dtype, max_positions, tuple(unknown))
@@ -216,7 +217,7 @@ class Format:
             "rms_norm_eps": config.norm_eps,
             "rope_theta": config.rope_theta,
             "rope_scaling": scaling if config.rope_scaling > 1 else None,
-            **{key: False for key in ("attention_bias", "mlp_bias") if key in self.neutral},
+            **{key: False for key in ("attention_bias", "mlp_bias") if key in self.supported_values},
             "attention_dropout": 0.0,
             "tie_word_embeddings": config.enable_weight_tying,
             "torch_dtype": dtype,

@@ -5,7 +5,8 @@ Letters as in models/llama.py, and E experts, k experts of a token, M rows: a to
 
 The load of the experts is balanced without an auxiliary loss: the router has a bias that takes part in the choice only, and after each step
 the bias of an expert above the mean load falls by a fixed rate, and that of one below it rises. Here the gradient of the bias is the load
-above the mean, so that all that sums, retries, compares and heals parameters and gradients does so for the bias and the load."""
+above the mean, so reductions, retries, comparisons and heals, which exist for parameters and gradients, also cover the bias and the
+load."""
 
 from __future__ import annotations
 
@@ -128,7 +129,7 @@ class MoE(nn.Module):
             0, flat, torch.ones_like(flat)
         )  # bincount would sync
         rows = x.flatten(0, 1).repeat_interleave(chosen.shape[-1], 0)[order]  # [M, C], M = N * k
-        rows = self.experts.dispatch(rows, counts)  # [M, C]
+        rows = self.experts.dispatch_and_combine(rows, counts)  # [M, C]
         rows = rows[order.argsort()].unflatten(0, chosen.shape)  # [B, T, k, C]
         out = (rows.float() * weights.unsqueeze(-1)).sum(2).to(x.dtype)  # [B, T, C]
         return out if self.shared is None else out + self.shared(x)

@@ -21,11 +21,11 @@ class Format(qwen3_hf.Format):
         "experts_per_token": "num_experts_per_tok",
         "expert_hidden_dim": "moe_intermediate_size",
     }
-    neutral: Mapping[str, Any] = {
-        **qwen3_hf.Format.neutral,
+    supported_values: Mapping[str, Any] = {
+        **qwen3_hf.Format.supported_values,
         "decoder_sparse_step": ((1,), "here every block is sparse after the first dense ones"),
     }
-    others = qwen3_hf.Format.others | {
+    ignored_keys = qwen3_hf.Format.ignored_keys | {
         "norm_topk_prob",
         "mlp_only_layers",
         "num_local_experts",

@@ -17,10 +17,10 @@ class Format(llama_hf.Format):
         **llama_hf.Format.layer, "attention.q_norm": "self_attn.q_norm", "attention.k_norm": "self_attn.k_norm"
     }  # fmt: skip
     # transformers reads sliding_window only if use_sliding_window is true
-    neutral: Mapping[str, Any] = {
-        key: rule for key, rule in llama_hf.Format.neutral.items() if key not in ("mlp_bias", "sliding_window")
+    supported_values: Mapping[str, Any] = {
+        key: rule for key, rule in llama_hf.Format.supported_values.items() if key not in ("mlp_bias", "sliding_window")
     }
-    others = llama_hf.Format.others | {"sliding_window", "max_window_layers", "layer_types"}
+    ignored_keys = llama_hf.Format.ignored_keys | {"sliding_window", "max_window_layers", "layer_types"}
 
     def shapes(self, config: Any) -> dict[str, tuple[int, ...]]:
         return {**super().shapes(config), **dict.fromkeys(("attention.q_norm", "attention.k_norm"), (config.head_dim,))}

@@ -23,7 +23,7 @@ from parallelisms.device import Device, pick_device
 
 BACKENDS = ("gloo", "nccl", "mpi")
 ENV = "env://"
-BACKSTOP_S = 60  # added to the longest timeout for collectives, so that the watchdog reports a hang first
+FALLBACK_TIMEOUT_S = 60  # added to the longest timeout for collectives, so that the watchdog reports a hang first
 
 
 def why_unusable(backend: str) -> str:
@@ -45,7 +45,11 @@ class CommConfig:
         str,
         "rendezvous: env:// (from the launcher), file:///path (a new file on a shared disk), tcp://host:port (of rank 0)",
     ] = ENV
-    init_timeout_seconds: Annotated[int, "timeout of rendezvous, first step, save, validation, seconds", ">= 1"] = 300
+    init_timeout_seconds: Annotated[
+        int,
+        "timeout of the rendezvous, the first step, and each load, checkpoint, validation, trace and text sample, seconds",
+        ">= 1",
+    ] = 300
     train_timeout_seconds: Annotated[
         int,
         "timeout of later steps, seconds, not counting waits for other groups; then the hang is reported and the run ends",
@@ -141,7 +145,8 @@ def launch_store(store: dist.Store, *, global_rank: int, world_size: int, timeou
 
 @dataclass(frozen=True)
 class World:
-    """This rank's process group: rank, size, device and store."""
+    """This rank's process group: rank, size, device and store. `global_rank`: rank within this replica group, over all axes of its mesh
+    (in ft/: group_rank)."""
 
     global_rank: int
     world_size: int
@@ -166,7 +171,7 @@ def process_group(config: CommConfig) -> Iterator[World]:
     is a fallback: the watchdog ends a hang sooner (training/watchdog.py)."""
     global_rank, world_size = launched_rank(), launched_world_size()
     device = pick_device(int(os.environ.get("LOCAL_RANK", "0")))
-    timeout = timedelta(seconds=config.init_timeout_seconds + BACKSTOP_S)
+    timeout = timedelta(seconds=config.init_timeout_seconds + FALLBACK_TIMEOUT_S)
     store: dist.Store = dist.HashStore()
     if world_size > 1:
         limit_s = timeout.total_seconds()

@@ -1,8 +1,8 @@
 """Expert parallelism: each rank of the ep axis has some of the experts of a block, and rows go to the rank of their expert and back.
 
 parallelize() applies it to each part of the model: parameters of Experts (models/contract.py) become DTensors on ep, and the module's
-`dispatch` is replaced. Every other parameter is as without it, and the ranks of ep have different tokens. FSDP divides the parameters
-of a rank's experts over efsdp (parallelisms/mesh.py)."""
+`dispatch_and_combine` is replaced. Every other parameter is as without it, and the ranks of ep have different tokens. FSDP divides the
+parameters of a rank's experts over efsdp (parallelisms/mesh.py)."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def apply_expert_parallel(part: Model, mesh: DeviceMesh, experts_mesh: DeviceMes
             for name, parameter in list(module.named_parameters(recurse=False)):
                 sharded = distribute_tensor(parameter, ep, [Shard(0)], src_data_rank=None)
                 module.register_parameter(name, nn.Parameter(sharded))
-            module.dispatch = exchanging(module, ep.size(), group)  # type: ignore[assignment,method-assign]
+            module.dispatch_and_combine = all_to_all_dispatch(module, ep.size(), group)  # type: ignore[assignment,method-assign]
 
 
 def _sum(counts: Tensor, *, groups: list[str]) -> Tensor:
@@ -43,11 +43,11 @@ def _sum(counts: Tensor, *, groups: list[str]) -> Tensor:
     return counts
 
 
-def exchanging(experts: Experts, ep: int, group: str) -> Callable[[Tensor, Tensor], Tensor]:
-    """Returns a `dispatch` that sends each row to the rank of its expert and takes the result back: three all-to-alls, of counts and of
-    rows both ways, and one host sync, since the host must know the sizes of the messages."""
+def all_to_all_dispatch(experts: Experts, ep: int, group: str) -> Callable[[Tensor, Tensor], Tensor]:
+    """Returns a `dispatch_and_combine` that sends each row to the rank of its expert and takes the result back: three all-to-alls, of
+    counts and of rows both ways, and one host sync, since the host must know the sizes of the messages."""
 
-    def dispatch(rows: Tensor, counts: Tensor) -> Tensor:  # [M, C], [E]
+    def dispatch_and_combine(rows: Tensor, counts: Tensor) -> Tensor:  # [M, C], [E]
         collectives = torch.ops._c10d_functional
         per_rank = len(counts) // ep
         even = [per_rank] * ep
@@ -64,7 +64,7 @@ def exchanging(experts: Experts, ep: int, group: str) -> Callable[[Tensor, Tenso
         rows = experts(rows[order], arriving.unflatten(0, (ep, per_rank)).sum(0))
         return cast(Tensor, AllToAll.apply(rows[order.argsort()], sent, received, group))
 
-    return dispatch
+    return dispatch_and_combine
 
 
 class AllToAll(Function):

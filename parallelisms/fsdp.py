@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from models.contract import Experts, Model, Router
 from parallelisms.device import DEVICE_TRAITS
-from parallelisms.layout import Precision
+from parallelisms.execution import Precision
 from parallelisms.mesh import DP_REPLICATE, EP, PP, ParallelismConfig, data_parallel_mesh
 
 

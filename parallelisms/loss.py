@@ -22,7 +22,7 @@ from torch.autograd import Function
 from torch.distributed.tensor import DTensor, Shard
 
 from parallelisms.device import DEVICE_TRAITS
-from parallelisms.layout import CompileConfig, LossFunction
+from parallelisms.execution import CompileConfig, LossFunction
 
 
 def head_loss(

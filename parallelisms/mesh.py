@@ -63,7 +63,8 @@ class ParallelismConfig:
     ] = "headtail"
     context_parallel_rotate_method: Annotated[
         Literal["allgather", "ring"],
-        "allgather: gathers keys and values of the whole sequence, any device; ring: torch's ring attention, CUDA only",
+        "allgather: gathers keys and values of the whole sequence, any device; ring: keys and values are sent from rank to rank: torch's "
+        "ring attention (CUDA only), with training.document_mask one of this repository (any device)",
     ] = "allgather"
     expert_parallel_degree: Annotated[
         int, "ranks that divide the experts of a block; divides dp_shard x cp x tp", ">= 1"
@@ -81,10 +82,10 @@ class ParallelismConfig:
         int, "transformer blocks of a stage; 0: one stage per rank, two where the schedule needs several", ">= 0"
     ] = 0
     pipeline_parallel_first_stage_less_layers: Annotated[
-        int, "number of blocks that the embedding counts for when blocks are split into stages", ">= 0"
+        int, "number of blocks that the embedding counts as when blocks are split into stages", ">= 0"
     ] = 1
     pipeline_parallel_last_stage_less_layers: Annotated[
-        int, "number of blocks that norm and output count for when blocks are split into stages", ">= 0"
+        int, "number of blocks that norm and output count as when blocks are split into stages", ">= 0"
     ] = 1
     module_fqns_per_model_part: Annotated[
         tuple[str, ...],

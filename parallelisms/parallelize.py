@@ -13,8 +13,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from models.contract import Model, Router, has_experts
 from parallelisms.activation_checkpoint import apply_activation_checkpoint
+from parallelisms.execution import ExecutionConfig, LossFunction
 from parallelisms.float8 import apply_float8
-from parallelisms.layout import ExecutionConfig, LossFunction
 from parallelisms.mesh import CP, PP, TP, expert_mesh
 
 if TYPE_CHECKING:

@@ -78,7 +78,7 @@ def placement(config: ParallelismConfig, n_stages: int) -> list[list[int]]:
 
 
 def _num_effective_layers(config: ParallelismConfig, n_layers: int) -> int:
-    """Returns the number of blocks of the model plus the weights of embedding and head."""
+    """Returns the number of blocks of the model, plus the blocks that embedding and head count as."""
     return n_layers + config.pipeline_parallel_first_stage_less_layers + config.pipeline_parallel_last_stage_less_layers
 
 
@@ -118,7 +118,7 @@ def check_pipeline(
     if config.module_fqns_per_model_part:
         _check_names(config, ["tok_embeddings", *(f"layers.{name}" for name in layers), "norm", "output"])
     else:
-        _check_weights(config, len(layers))
+        _check_less_layers(config, len(layers))
     if splits_backward(config):
         # Both halves need the gathered parameters, and an autograd graph that can be split: a compiled block is one node
         why = f"{schedule_of(config)} computes the backward in two halves"
@@ -216,8 +216,8 @@ def _check_names(config: ParallelismConfig, modules: Sequence[str]) -> None:
             raise ValueError(f'{key}: "{name}" is in the place of "{module}"; legal: the order of the model')
 
 
-def _check_weights(config: ParallelismConfig, n_layers: int) -> None:
-    """Checks that the weights of embedding and head do not exceed the first and the last stage."""
+def _check_less_layers(config: ParallelismConfig, n_layers: int) -> None:
+    """Checks that the blocks that embedding and head count as do not exceed the first and the last stage."""
     for end, index in (("first", 0), ("last", -1)):
         name = f"pipeline_parallel_{end}_stage_less_layers"
         weight, room = getattr(config, name), _shares(config, n_layers)[index]

@@ -22,7 +22,7 @@ from configs.load import load
 from configs.schema import RunConfig
 from models.contract import Model
 from parallelisms.device import pick_device
-from parallelisms.layout import choose_precision
+from parallelisms.execution import choose_precision
 from training import checkpoint_dcp
 from training.checkpoint_files import (
     EMA_STATE,

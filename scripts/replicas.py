@@ -341,8 +341,8 @@ def start_lighthouse(
         "--state_file": str(config.run_folder / "groups" / "lighthouse.json"),
         "--token_file": env["PHAROS_TOKEN_FILE"],
     }
-    # --lower_terms: a new launch may have lower settings than the state file of the previous one.
-    words = [*(word for flag in flags.items() for word in flag), "--lower_terms"]
+    # --lower_limits: a new launch may have lower settings than the state file of the previous one.
+    words = [*(word for flag in flags.items() for word in flag), "--lower_limits"]
     command = [*through, sys.executable, "-m", "ft.rpc.lighthouse_main", *words]
     paths = os.pathsep.join(filter(None, [str(ROOT), env.get("PYTHONPATH")]))
     with (config.run_folder / "groups" / "lighthouse.log").open("a") as log:

@@ -65,7 +65,7 @@ class SampleRow:
     holes: tuple[int, ...]
     count: int = 1
     skipped: tuple[Range, ...] = ()  # positions that this step left out for good (training.skip, training.on_spike)
-    branch: dict[str, str] = field(default_factory=dict)  # settings that changed before this step: key -> "old -> new"
+    changed: dict[str, str] = field(default_factory=dict)  # settings that changed before this step: key -> "old -> new"
     begin: RunBegin | None = None  # in the first row of a run that continues another
     spike: str = ""  # why the step was not applied; "": it was
     rewind: RecordedRewind | None = None  # before this step, whose `skipped` has what was left out
@@ -148,7 +148,7 @@ def read(path: Path) -> list[SampleRow]:
             if not slots and not (spike and row["skipped"]):
                 raise ValueError("a step without a slot")
             holes = tuple(map(int, row["holes"]))
-            branch = {str(key): str(change) for key, change in row.get("branch", {}).items()}
+            changed = {str(key): str(change) for key, change in row.get("changed", row.get("branch", {})).items()}
             skipped = tuple(Range(int(first), int(end)) for first, end in row.get("skipped", ()))
             size, steps = int(row["slot_size"]), int(row.get("steps", 1))
             begin = None
@@ -159,7 +159,7 @@ def read(path: Path) -> list[SampleRow]:
             if "rewind" in row:
                 told = row["rewind"]
                 rewind = RecordedRewind(int(told["back_to"]), int(told["from"]), str(told["why"]))
-            rows.append(SampleRow(int(row["step"]), size, slots, holes, steps, skipped, branch, begin, spike, rewind))
+            rows.append(SampleRow(int(row["step"]), size, slots, holes, steps, skipped, changed, begin, spike, rewind))
         except (ValueError, TypeError, KeyError, AttributeError):
             raise ValueError(f"line {number} is not a line of {FILE_NAME}: {line.strip()[:100]}") from None
     if not rows:
@@ -261,17 +261,17 @@ def sentences(rows: Sequence[SampleRow], found: SampleProof) -> list[str]:
     replicas = "1 group" if groups == 1 else f"{groups} groups"
     replicas += f" ({len(incarnations)} incarnations)" if len(incarnations) > groups else ""
     what = f"{found.sequences:,} sequences in {found.steps:,} steps by {replicas}"
-    branches = [
-        f"branch: from step {row.steps.first} on {'; '.join(f'{key} {change}' for key, change in row.branch.items())}"
+    events = [
+        f"settings changed from step {row.steps.first} on: {'; '.join(f'{key} {change}' for key, change in row.changed.items())}"
         for row in rows
-        if row.branch
+        if row.changed
     ]
     if begin := rows[0].begin:
         holes = f", and with its holes {listed(begin.holes)}" if begin.holes else ""
         at = f"from position {begin.position} on{holes}"
-        branches.insert(0, f"begin: step {rows[0].steps.first} continues the data of another run's checkpoint {at}")
-    branches += [f"spike: step {row.steps} was not applied: {row.spike}" for row in rows if row.spike]
-    branches += [
+        events.insert(0, f"begin: step {rows[0].steps.first} continues the data of another run's checkpoint {at}")
+    events += [f"spike: step {row.steps} was not applied: {row.spike}" for row in rows if row.spike]
+    events += [
         f"rewind: step {row.rewind.spiked} was not applied: {row.rewind.why}; back to step {row.rewind.step}"
         for row in rows
         if row.rewind
@@ -282,9 +282,9 @@ def sentences(rows: Sequence[SampleRow], found: SampleProof) -> list[str]:
         why = "training.skip or a spike" if any(row.spike or row.rewind for row in rows) else "training.skip"
         but += f", except {listed(found.skipped)}, which {why} leaves out" if found.skipped else ""
         first = rows[0].begin.position if rows[0].begin else 0
-        return [f"exact: {what}; every position from {first} to {end - 1} was trained on once{but}", *branches]
+        return [f"exact: {what}; every position from {first} to {end - 1} was trained on once{but}", *events]
     more = [f"and {len(found.wrong) - SHOWN} more"] if len(found.wrong) > SHOWN else []
-    return [f"NOT exact: {what}", *(f"  {each}" for each in [*found.wrong[:SHOWN], *more]), *branches]
+    return [f"NOT exact: {what}", *(f"  {each}" for each in [*found.wrong[:SHOWN], *more]), *events]
 
 
 def show_some(rows: Sequence[SampleRow], *, step: int | None, position: int | None, as_json: bool) -> int:

@@ -3,7 +3,7 @@
 
 For each position: its source, and each document in it, with its number in the store (for [[training.skip]]), its tokens and the begin of
 their text. A position is the number of a sequence in the order of the data, as in messages and in samples.jsonl. RUN is a run's folder, or
-a config file before the first launch. Reads the data and, for branch points, the newest checkpoint; one process, no GPU.
+a config file before the first launch. Reads the data and, for changes of settings, the newest checkpoint; one process, no GPU.
 """
 
 from __future__ import annotations

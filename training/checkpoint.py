@@ -344,7 +344,7 @@ class Checkpointer:
 
     def _unreadable(self, error: OSError) -> CheckpointFailed:
         why = f"checkpoint: {self.place} cannot be read: {files.reason(error)}"
-        return CheckpointFailed(f"{why}; refusing to start without what it may have")
+        return CheckpointFailed(f"{why}; refusing to start: it may hold this run's checkpoints")
 
     def newest_step(self, kind: str = "full") -> int:
         """Returns the step that `load` would try first; 0: none, or the seed. Reads no contents. `kind` "model": of exported weights."""
@@ -578,10 +578,10 @@ class Checkpointer:
         if problem := self._restore(path, found, ("model",)):
             raise CheckpointFailed(f"checkpoint: the seed {path} is damaged: {problem}")
 
-    def rewind(self, step: int, points: Sequence[int], reset: Callable[[], None]) -> None:
-        """Restores the newest intact checkpoint from which this run came to `step`. `points`: steps to which it went back before, one for
-        each branch. If there is none, restores what the run began with: calls `reset`, then loads the seed or initial_load_path, if there
-        is one. Collective. Raises CheckpointFailed if none of its checkpoints is intact, ValueError."""
+    def rewind(self, step: int, rewind_steps: Sequence[int], reset: Callable[[], None]) -> None:
+        """Restores the newest intact checkpoint from which this run came to `step`. `rewind_steps`: steps to which it went back before, one
+        for each branch. If there is none, restores what the run began with: calls `reset`, then loads the seed or initial_load_path, if
+        there is one. Collective. Raises CheckpointFailed if none of its checkpoints is intact, ValueError."""
         with suppress(CheckpointFailed, OSError):
             self.wait()
         if is_url(self._config.folder):
@@ -593,7 +593,9 @@ class Checkpointer:
             for at, found in surveyed.items()
             if at < step
             and (
-                isinstance(found, str) or found.branch <= len(points) and at <= min(points[found.branch :], default=at)
+                isinstance(found, str)
+                or found.branch <= len(rewind_steps)
+                and at <= min(rewind_steps[found.branch :], default=at)
             )
         }
         loaded = self._load_first(history)

@@ -1,7 +1,7 @@
 """Checkpoint folders: their files, verification, and atomic publication and removal.
 
-Flow: train.py -> checkpoint.py (when to save which states) -> checkpoint_dcp.py (tensors to files) -> this file. No torch, no process
-group: one rank calls the functions that change a folder, any rank those that read.
+Flow: train.py -> components.py (load), saver.py (when to save) -> checkpoint.py (which states) -> checkpoint_dcp.py (tensors to files) and
+this file. No torch, no process group: one rank calls the functions that change a folder, any rank those that read.
 
     <run>/checkpoint/step-40/            complete: renamed to this after fsync (it may be damaged later)
         __0_0.distcp, ..., .metadata     DCP's files
@@ -32,7 +32,7 @@ from training.appended import sync_path
 
 MANIFEST = "manifest.json"
 METRICS_STATE = "figures"  # key of the state of metrics_writer.py, saved only with replica groups
-SPIKES_STATE = "spikes"  # key of the state of spikes.py, saved only if spikes are skipped or have a window
+SPIKES_STATE = "spikes"  # key of the state of spikes.py, saved only with on_spike other than stop, or a spike_window
 EMA_STATE = "ema"  # key of the state of ema.py, saved only with optimizer.ema_decay
 FORMAT = 1  # of the manifest; other numbers are rejected
 SEGMENT_BYTES = 64 << 20  # bytes per digest: small enough to divide among ranks and to locate damage
@@ -356,13 +356,13 @@ def branch_of(path: Path, unreadable: int = 0) -> int:
 
 
 def _kind(path: Path) -> str:
-    """Returns "full", "model", "damaged", or "foreign" (no manifest, or unreadable at present)."""
+    """Returns "full", "model", "damaged", or "unreadable" (no manifest, or it cannot be read at present)."""
     try:
         return read_manifest(path).kind
     except Damaged as damage:
         if isinstance(damage.__cause__, OSError):  # it may be intact once storage works again
-            return "foreign"
-        return "damaged" if (path / MANIFEST).exists() else "foreign"
+            return "unreadable"
+        return "damaged" if (path / MANIFEST).exists() else "unreadable"
 
 
 @functools.cache

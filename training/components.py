@@ -24,8 +24,8 @@ from ft.agreement import Agreement
 from ft.config import Environment, group_folder
 from ft.seam import BadInput
 from ft.start import open_manager
-from parallelisms.distributed import BACKSTOP_S, World
-from parallelisms.layout import choose_precision
+from parallelisms.distributed import FALLBACK_TIMEOUT_S, World
+from parallelisms.execution import choose_precision
 from parallelisms.mesh import build_mesh, degrees
 from parallelisms.parallelize import parallelize
 from training.appended import RunLock
@@ -172,7 +172,7 @@ class Components:
         agreement = None
         if settings.enable and world.world_size > 1:
             # Longer than a reduction between groups and than a rendezvous: a peer rank may be in either.
-            timeout_s = max(settings.collective_s, config.comm.init_timeout_seconds) + BACKSTOP_S
+            timeout_s = max(settings.collective_s, config.comm.init_timeout_seconds) + FALLBACK_TIMEOUT_S
             agreement = Agreement(dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s)))
         manager = open_manager(
             settings,
@@ -268,7 +268,7 @@ class Components:
         self.exported_step = self.checkpointer.newest_step("model") if loads_newest else 0
         finished = self.exported_step >= config.training.steps
         newest, named = self.checkpointer.newest_step(), config.checkpoint.load_step
-        self.metrics_processor.branch_step = self.changed_step = (newest if named < 0 else named) + self.inner_steps
+        self.metrics_processor.resume_step = self.changed_step = (newest if named < 0 else named) + self.inner_steps
         if is_rank0 and not newest and (path := beginning(config.checkpoint, folder)):
             self.begin_record(path)
         manager_restores = shared and not seed and newest < config.training.steps
@@ -277,7 +277,7 @@ class Components:
         if finished:
             self.checkpointer.put(self.exported_step)
         if is_rank0:
-            self.begin_branch()
+            self.announce_changes()
             self.metrics_processor.sink = self.cleanup.enter_context(closing(writer))
 
     def begin_record(self, path: Path) -> None:
@@ -288,29 +288,29 @@ class Components:
             return self.log.warning("%s: its position cannot be read: %s", path, error)
         holes = [[hole, hole + ledger["slot_size"]] for hole in ledger["holes"]]
         self.metrics_processor.begin = {"position": ledger["position"], "holes": holes}
-        self.metrics_processor.branch_step = step + self.inner_steps
+        self.metrics_processor.resume_step = step + self.inner_steps
 
     def removed_changes(self) -> dict[str, str]:
         """Returns the changes of settings in the rows that are removed, as their steps are made again."""
         changes, path = dict[str, str](), self.config.run_folder / SAMPLES
-        for row in reversed(last_rows(path, since=self.metrics_processor.branch_step, until=sys.maxsize)):
-            changes = merged(changes, row.get("branch", {}))
+        for row in reversed(last_rows(path, since=self.metrics_processor.resume_step, until=sys.maxsize)):
+            changes = merged(changes, row.get("changed", row.get("branch", {})))
         return changes
 
     def save_config(self) -> None:
         save(self.config, self.config.run_folder, batch=self.slot_size)
 
-    def begin_branch(self) -> None:
+    def announce_changes(self) -> None:
         """Announces settings that differ from those of the earlier launches, in the log, on the live page and in the next step's rows."""
         changes = self.removed_changes()
         if self.changes:  # config.toml has the new settings once a step was made with them
             text = "; ".join(f"{key} {change}" for key, change in self.changes.items())
-            self.log.warning("branch: from the next step on %s", text)
-            self.events("branch", self.log.step or 0, words=text)
-            self.manager.announce("branch", text)
+            self.log.warning("settings changed from the next step on: %s", text)
+            self.events("settings", self.log.step or 0, words=text)
+            self.manager.show_event("settings", text)
         else:
             self.save_config()
-        self.metrics_processor.begin_branch(merged(changes, self.changes), self.save_config)
+        self.metrics_processor.record_changes(merged(changes, self.changes), self.save_config)
 
     def weights(self) -> dict[str, Stateful]:
         """Returns the model's entries among the states of a checkpoint."""
@@ -328,8 +328,8 @@ class Components:
 
     def resume_data(self, position: int = 0) -> None:
         """Continues the data of the loaded checkpoint, behind `position` if that is later. Raises ValueError."""
-        # not the newest where that is damaged, or load_step names another
-        self.metrics_processor.branch_step = self.changed_step = self.manager.step + self.inner_steps
+        # the loaded step: an older one if the newest is damaged, or that of load_step
+        self.metrics_processor.resume_step = self.changed_step = self.manager.step + self.inner_steps
         ledger, left = self.manager.loaded_ledger, self.config.training.steps - self.manager.step
         # several groups reach the end of the budgets at a step that nothing tells beforehand: see Run.check_budgets
         steps = min(left, STEPS_TO_STOP * self.inner_steps) if self.config.fault_tolerance.enable else left
@@ -339,12 +339,12 @@ class Components:
         if text and self.world.global_rank == 0:
             self.log.warning("%s", text)
 
-    def load_earlier(self, step: int, points: Sequence[int], position: int) -> None:
+    def load_earlier(self, step: int, rewind_steps: Sequence[int], position: int) -> None:
         """Loads the newest checkpoint before `step`, a spike; without one the run begins anew. As `load`, except for the rows of the steps
-        in between, which are removed once the next step is made; of these the changes of settings are kept. `points`: see
+        in between, which are removed once the next step is made; of these the changes of settings are kept. `rewind_steps`: see
         Checkpointer.rewind. `position`: that of the data at `step`."""
         metrics, begun, changed = self.metrics_processor, self.metrics_processor.begin, self.changed_step
-        self.checkpointer.rewind(step, points, self.reset)
+        self.checkpointer.rewind(step, rewind_steps, self.reset)
         self.resume_data(position)
         is_before = self.changed_step <= changed  # the first step with this launch's settings is made again
         self.changed_step = min(self.changed_step, changed)
@@ -352,7 +352,7 @@ class Components:
         if self.world.global_rank == 0:
             self.background_writer.flush(SYNC_S)  # the rows of the steps before it may be on their way
             changes = self.removed_changes()
-            metrics.begin_branch(merged(changes, self.changes) if is_before else changes, self.save_config)
+            metrics.record_changes(merged(changes, self.changes) if is_before else changes, self.save_config)
 
     def reset(self) -> None:
         """Makes the state of a run at step 0."""
@@ -381,7 +381,7 @@ class Components:
         self.log.warning("storage: %s", message)
         self.events("storage", self.log.step or 0, words=message)
         if hasattr(self, "manager"):  # storage may fail before the manager is built
-            self.manager.announce("storage", message)
+            self.manager.show_event("storage", message)
 
     def start_monitoring(self) -> tuple[Watchdog, Profiler, GarbageCollection, FaultInjector]:
         config, world, cleanup, folder = self.config, self.world, self.cleanup, self.group_folder
@@ -412,6 +412,6 @@ class Components:
 
 
 def merged(earlier: Mapping[str, str], later: Mapping[str, str]) -> dict[str, str]:
-    """Returns the changes of two branch points, key -> "old -> new", as those of one."""
+    """Returns the changes of two changes of settings, key -> "old -> new", as those of one."""
     old = {key: earlier.get(key, change).partition(" -> ")[0] for key, change in later.items()}
     return {**earlier, **{key: f"{old[key]} -> {change.rpartition(' -> ')[2]}" for key, change in later.items()}}

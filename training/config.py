@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Literal
 
-MAX_STEPS = 1 << 30  # BRANCH of ft/protocol/messages.py: from there on steps are those of the next branch
+MAX_STEPS = 1 << 30  # STEPS_PER_BRANCH of ft/protocol/messages.py: from there on steps are those of the next branch
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,9 @@ class SourceConfig:
 
     path: Annotated[str, "folder of the store (scripts/prepare_data.py)"]
     name: Annotated[str, 'name of its validation loss; "": the folder\'s name'] = ""
-    weight: Annotated[float, "share of the sequences, relative to the other sources, in 4096ths", "> 0"] = 1.0
+    weight: Annotated[
+        float, "weight relative to the other sources; the resulting share of the sequences is rounded to 1/4096", "> 0"
+    ] = 1.0
     epochs: Annotated[float, "passes over the store until its budget ends; 0: no limit", ">= 0"] = 0.0
     tokens: Annotated[int, "tokens until its budget ends; 0: no limit", ">= 0"] = 0
 
@@ -46,8 +48,8 @@ class SourceConfig:
 
 @dataclass(frozen=True)
 class SkipConfig:
-    """[[training.skip]]: data that is not trained on. Positions, as in samples.jsonl: each batch that has one of them is left out.
-    Documents of a store: the sequences are made of the others."""
+    """[[training.skip]]: data that is not trained on. first and end are positions, as in samples.jsonl: each batch that has one of them is
+    left out. With `source`, first and end are document numbers of that store; sequences are then cut from its other documents."""
 
     first: Annotated[int, "first position, or document", ">= 0"]
     end: Annotated[int, "position, or document, after the last", ">= 1"]
@@ -78,7 +80,8 @@ class TrainingConfig:
     dataset_split: Annotated[str, "split of a huggingface data set to train on"] = "train"
     dataset_held_out: Annotated[
         float,
-        "share of the documents kept for [validation]; 0 if that is off, unless set; a store has its own",
+        "share of the documents held out for [validation]; unless set, a resumed run keeps its share, and a new run has 0 if "
+        "validation.enable is false; a store keeps the share that it was prepared with, 0: trains on it",
         ">= 0",
         "< 1",
     ] = 0.03
@@ -87,7 +90,10 @@ class TrainingConfig:
     ] = ()
     local_batch_size: Annotated[int, "sequences of one forward and backward pass of a data-parallel rank", ">= 1"] = 8
     global_batch_size: Annotated[
-        int, "sequences per step of one replica group; -1: local x data-parallel ranks", ">= -1", "!= 0"
+        int,
+        "sequences per step of one replica group, not of the job as in torchtitan; -1: local_batch_size x data-parallel ranks",
+        ">= -1",
+        "!= 0",
     ] = -1
     seq_len: Annotated[int, "tokens per sequence", ">= 1"] = 2048
     document_mask: Annotated[
@@ -96,12 +102,13 @@ class TrainingConfig:
     max_norm: Annotated[float, "gradients are clipped to this norm; 0: no clipping", ">= 0"] = 1.0
     on_spike: Annotated[
         Literal["stop", "skip", "rewind"],
-        "a step with a loss or gradient norm of NaN or Inf, or a spike: ends the run; is not applied, and its data left out; or sends the "
-        "run back to the newest checkpoint before it, and the data since is left out",
+        "what happens at a spike (a loss or gradient norm of NaN or Inf, or beyond spike_factor); stop: the run ends; skip: the step is "
+        "not applied, its data is skipped; rewind: the run goes back to the newest checkpoint before it, the data since is skipped",
     ] = "stop"
     spike_window: Annotated[
         int,
-        "preceding steps of the mean and standard deviation with which loss and gradient norm are compared; 0: none",
+        "number of preceding applied steps whose mean and standard deviation, of loss and gradient norm, define a spike; 0: only NaN and "
+        "Inf",
         ">= 0",
         "!= 1",
     ] = 0
@@ -189,7 +196,7 @@ class ValidationConfig:
 
     enable: Annotated[bool, "hold documents out and measure the loss on them"] = False
     freq: Annotated[int, "steps between validations; the last step is always validated", ">= 1"] = 100
-    steps: Annotated[int, "batches of one validation, each of training's global size", ">= 1"] = 10
+    steps: Annotated[int, "batches of one validation, each of training.global_batch_size sequences", ">= 1"] = 10
     sources: Annotated[tuple[ValidationSourceConfig, ...], "further sets of documents"] = ()
 
     def check(self) -> None:
@@ -202,7 +209,11 @@ class ValidationConfig:
 class ResumeConfig:
     """[resume]: what may differ from the saved settings of the run that this launch resumes."""
 
-    allow: Annotated[str, "comma-separated keys whose new values hold from the next step on, such as optimizer.lr"] = ""
+    allow: Annotated[
+        str,
+        "comma-separated keys that may differ from the run's config.toml, such as optimizer.lr; the new values hold from the next step on; "
+        "other differences in model, data, batch, update rule or semi-sync settings are refused; all other keys may differ anyway",
+    ] = ""
 
     @property
     def keys(self) -> tuple[str, ...]:

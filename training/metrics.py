@@ -88,9 +88,9 @@ class MetricsProcessor:
         self._spent = self._clocks()
         self._group_scalars: Mapping[str, float] = {}
         self._changes: dict[str, str] = {}  # other settings, before this launch's first step with them
-        self._branch: dict[str, str] = {}  # those settings, in the rows of that step
-        self.branch_step = 0  # the step after the checkpoint from which the job resumes
-        self.begin: dict[str, Any] = {}  # in the record of `branch_step`: where in the data this run continues another
+        self._row_changes: dict[str, str] = {}  # those settings, in the rows of that step
+        self.resume_step = 0  # the step after the checkpoint from which the job resumes
+        self.begin: dict[str, Any] = {}  # in the record of `resume_step`: where in the data this run continues another
         self._save_config: Callable[[], None] = lambda: None
         self._group_s = dict.fromkeys(GROUP_PHASES, 0.0)  # at the last logging step
 
@@ -124,7 +124,7 @@ class MetricsProcessor:
         logging_step = first or passed or step == self._steps
         if logging_step:
             self._memory.read()
-        self._branch = self._changes if step == self.branch_step else {}
+        self._row_changes = self._changes if step == self.resume_step else {}
         self._journal(
             step,
             loss=loss,
@@ -137,7 +137,7 @@ class MetricsProcessor:
             data_s=data_s,
             checkpoint_s=checkpoint_s,
             **(groups or {}),
-            **({"branch": self._branch} if self._branch else {}),
+            **({"changed": self._row_changes} if self._row_changes else {}),
             **({"spike": spike} if spike else {}),
             **({"rewind": _rewind(rewound)} if rewound else {}),
         )
@@ -157,7 +157,7 @@ class MetricsProcessor:
                 "grad_norm": grad_norm,
                 "lr": lr,
                 "n_tokens_seen": self.tokens,
-                **({"branch/changed_settings": len(self._branch)} if self._branch else {}),
+                **({"settings/changed": len(self._row_changes)} if self._row_changes else {}),
             }
             if groups:  # mean seconds per step in GROUP_PHASES since the last logging step; goodput: share of the time in committed steps
                 earlier, self._group_s = self._group_s, {name: self._progress.spent(name) for name in GROUP_PHASES}
@@ -167,8 +167,8 @@ class MetricsProcessor:
             self._write("charts", step, {**scalars, **rates, **group_scalars, **self._memory.scalars})
             self._interval = dict.fromkeys(self._interval, 0.0)
 
-    def begin_branch(self, changes: Mapping[str, str], save_config: Callable[[], None]) -> None:
-        """Calls `save_config` after the next committed step. If that is `branch_step`, its rows have `changes`, key -> "old -> new", as the
+    def record_changes(self, changes: Mapping[str, str], save_config: Callable[[], None]) -> None:
+        """Calls `save_config` after the next committed step. If that is `resume_step`, its rows have `changes`, key -> "old -> new", as the
         first with other settings; a group that joins later finds that step made."""
         self._changes, self._save_config = dict(changes), save_config
 
@@ -176,13 +176,13 @@ class MetricsProcessor:
         """Reports a validation after `step`: loss in nats per token and bits per byte, of all sets together and, if there are several, of
         each. `sets`: name -> (sum of nats, valid tokens, bytes)."""
 
-        def look(nats: float, tokens: float, byte_count: float) -> tuple[float, float]:
+        def per_token_and_byte(nats: float, tokens: float, byte_count: float) -> tuple[float, float]:
             return nats / max(tokens, 1), nats / max(byte_count, 1) / math.log(2)
 
         totals = [sum(column) for column in zip(*sets.values(), strict=True)]
-        (loss, bits_per_byte), tokens = look(*totals), round(totals[1])
+        (loss, bits_per_byte), tokens = per_token_and_byte(*totals), round(totals[1])
         self._validation_loss = loss
-        each = {name: look(*sums) for name, sums in sets.items()} if len(sets) > 1 else {}
+        each = {name: per_token_and_byte(*sums) for name, sums in sets.items()} if len(sets) > 1 else {}
         named = "".join(f"  {name} {set_loss:.4f}" for name, (set_loss, _) in each.items())
         self._log.info(
             f"validation at step {step}: {self._log.paint(f'loss {loss:.4f}', 'magenta')}  "
@@ -224,19 +224,19 @@ class MetricsProcessor:
         whose gradients were used. `holes`: slots that were assigned but not yet trained on. `skipped`: positions that this step leaves
         out for good. `spike`: why the step was not applied: it leaves out all of its slots. `rewound`: how the branch began whose first
         step this is: its record has what was left out between the checkpoint and the spike. See scripts/samples.py."""
-        skipped = (*(rewound.left_out if rewound else ()), *skipped)
+        skipped = (*(rewound.skipped if rewound else ()), *skipped)
         if spike:
             skipped, slots = (*skipped, *((slot, slot + slot_size) for slot, _ in slots)), ()
         row = {"slot_size": slot_size, "slots": {str(slot): owner for slot, owner in slots}, "holes": list(holes)}
         more: dict[str, object] = {"steps": steps} if steps > 1 else {}
-        more |= {"branch": self._branch} if self._branch else {}
-        more |= {"begin": self.begin} if self.begin and step == self.branch_step else {}
+        more |= {"changed": self._row_changes} if self._row_changes else {}
+        more |= {"begin": self.begin} if self.begin and step == self.resume_step else {}
         more |= {"skipped": [list(span) for span in skipped]} if skipped else {}
         more |= {"spike": spike} if spike else {}
         more |= {"rewind": _rewind(rewound)} if rewound else {}
         self._write("records", step, row | more)
         if self._changes:
-            self._changes = self._branch = {}
+            self._changes = self._row_changes = {}
             self._save_config()
 
     def print_estimate(self, step: int) -> None:

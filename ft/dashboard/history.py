@@ -17,7 +17,7 @@ from ft.protocol import messages as m
 from ft.protocol.group import recover_src_replica_ranks
 from ft.protocol.lighthouse import LighthouseMachine
 
-Lane = Literal["membership", "heal", "commit", "corruption", "storage", "branch"]
+Lane = Literal["membership", "heal", "commit", "corruption", "storage", "settings"]
 Grade = Literal["good", "info", "bad"]
 LANES = get_args(Lane)
 MAX_EVENTS, MAX_POINTS, MAX_SIZES, MAX_GONE = 400, 1000, 400, 4096
@@ -132,7 +132,7 @@ class History:
         text = f"a step failed: {happened.text}" if happened.lane == "commit" else happened.text
         if happened.lane == "storage":  # concerns this group only
             text = f"{replica_id}: {text}"
-        self.add(happened.lane, "good" if happened.lane == "branch" else "bad", text, step=happened.step)
+        self.add(happened.lane, "good" if happened.lane == "settings" else "bad", text, step=happened.step)
 
     def add(self, lane: Lane, grade: Grade, text: str, *, step: int | None = None) -> None:
         text = clean(text, MAX_TEXT)

@@ -195,7 +195,7 @@ class View:
             "since_s": int(service.issued_at),
             "step": history.step,
             "settled": m.step_of(saved.settled),
-            "branch": saved.settled // m.BRANCH,
+            "branch": saved.settled // m.STEPS_PER_BRANCH,
             "counts": counts,
             "asking": len(machine.roster.candidates),
             "min_replicas": service.config.min_replicas,

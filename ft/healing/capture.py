@@ -1,6 +1,6 @@
 """The state that a joiner receives: named pairs of state_dict and load_state_dict, in the form of a manifest and the memory of its tensors.
 
-Flow: the trainer registers model, optimizer and metrics, and the Manager its ledger, in a StateRegistry. A source takes a StateSnapshot at
+Flow: the trainer registers model, optimizer and metrics, and the Manager its ledger, in a StateRegistry. A source takes a StateView at
 a step boundary and offers it; a joiner takes one of its own state, receives into its tensors, and loads the other values. Only local shards
 are used, without a collective, so each rank heals from the same rank of a different replica group, and waits for no rank of its own.
 
@@ -27,9 +27,10 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(frozen=True)
-class StateSnapshot:
+class StateView:
     """The current state. Tensors are not copied, so it is valid until the next commit. `registered`: the tensors by name; `local`: their
-    local shards, for DTensors. `device`: that of the tensors, None: the host. `ready`: event on it after which all is complete."""
+    local shards, for DTensors. `device`: that of the tensors, None: the host. `ready`: event on `device`, recorded after all writes to the
+    tensors; None on the host."""
 
     manifest: StateManifest
     local: Mapping[str, torch.Tensor]
@@ -71,7 +72,7 @@ class StateRegistry:
             raise ValueError(f"state {name!r}: a name must not be empty or contain '/'")
         self._pairs[name] = (state_dict, load_state_dict)
 
-    def snapshot(self) -> StateSnapshot:
+    def view(self) -> StateView:
         """Returns the current state. Raises FormatError, with the name of the value, if some state cannot be sent."""
         registered, local = dict[str, torch.Tensor](), dict[str, torch.Tensor]()
 
@@ -84,7 +85,7 @@ class StateRegistry:
         assert len(devices) <= 1, f"one rank's state lies on one device, not on {sorted(map(str, devices))}"
         device = next(iter(devices), None)
         ready = streams_of(device).current_stream(device).record_event() if device is not None else None
-        return StateSnapshot(manifest, local, registered, device, ready)
+        return StateView(manifest, local, registered, device, ready)
 
     def load(self, values: Mapping[str, Any]) -> None:
         """Loads all state, in the order of registration."""

@@ -67,14 +67,14 @@ def parse_request(head: bytes, access: Access) -> HealRequest:
     first, *lines = head.decode("latin-1").split("\r\n")
     request, found = _REQUEST.fullmatch(first), [_FIELD.fullmatch(line) for line in lines]
     if not request or not all(found):
-        raise BadRequest(400, "no HTTP request")
+        raise BadRequest(400, "not an HTTP request")
     fields = {field[1].lower(): field[2] for field in found if field}
     if len(fields) != len(found):
         raise BadRequest(400, "duplicate header field")
     if "transfer-encoding" in fields or fields.get("content-length", "0") != "0":
         raise BadRequest(413, "a request has no body here")
     if not access.permits(fields.items()):
-        raise BadRequest(401, "this job has a token")
+        raise BadRequest(401, "missing or wrong token")
     path, joiner = _PATH.fullmatch(request[2]), fields.get("reader", "")
     if not path:
         raise BadRequest(404, "no such path")

@@ -23,7 +23,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from ft.healing.capture import StagingBuffer, StateSnapshot, TensorPayload
+from ft.healing.capture import StagingBuffer, StateView, TensorPayload
 from ft.healing.format import DIGEST_BYTES, MAX_HEADER_BYTES, FormatError, StateManifest, digest
 from ft.healing.http_server import MAX_HEAD_BYTES, HealServer, after
 from ft.healing.transport import (
@@ -62,11 +62,11 @@ class HttpTransport(Transport):
         self._server = HealServer(host, access, lambda: self._shown, silence_s=self.config.heal_grace_s)
         self.address = self._server.address
 
-    def offer(self, snapshot: StateSnapshot, *, quorum_id: int, step: int, joiners: Sequence[str]) -> StateOffer:
-        self._shown = super().offer(snapshot, quorum_id=quorum_id, step=step, joiners=joiners)
+    def offer(self, view: StateView, *, quorum_id: int, step: int, joiners: Sequence[str]) -> StateOffer:
+        self._shown = super().offer(view, quorum_id=quorum_id, step=step, joiners=joiners)
         return self._shown
 
-    def _start(self, sources: Sources, into: StateSnapshot, quorum_id: int, step: int, progress: OnBytes) -> HttpFetch:
+    def _start(self, sources: Sources, into: StateView, quorum_id: int, step: int, progress: OnBytes) -> HttpFetch:
         return HttpFetch(self, sources, into, f"/heal/{quorum_id}/{step}", progress)
 
     def _notify_done(self, source: StateSource, quorum_id: int, step: int) -> None:
@@ -180,7 +180,7 @@ def parse_reply(head: bytes) -> tuple[int, int]:
 
 class HttpFetch:
     def __init__(
-        self, transport: HttpTransport, sources: Sources, into: StateSnapshot, path: str, progress: OnBytes
+        self, transport: HttpTransport, sources: Sources, into: StateView, path: str, progress: OnBytes
     ) -> None:
         assert 1 <= len(sources) <= MAX_SOURCES, f"{len(sources)} sources"
         self._sources, self._into, self._config = sources, into, transport.config

@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from ft.healing.capture import StagingBuffer, StateSnapshot, TensorPayload
+from ft.healing.capture import StagingBuffer, StateView, TensorPayload
 from ft.healing.format import CHUNK_BYTES, DIGEST_BYTES, MAX_HEADER_BYTES, FormatError, StateManifest, digest
 from ft.healing.transport import (
     VALIDITY_TOKEN_BYTES,
@@ -60,8 +60,8 @@ class PgTransport(Transport):
         self.address = str(Endpoint(host, self._store.port))
         self._senders: list[_Sender] = []
 
-    def offer(self, snapshot: StateSnapshot, *, quorum_id: int, step: int, joiners: Sequence[str]) -> StateOffer:
-        offer = super().offer(snapshot, quorum_id=quorum_id, step=step, joiners=joiners)
+    def offer(self, view: StateView, *, quorum_id: int, step: int, joiners: Sequence[str]) -> StateOffer:
+        offer = super().offer(view, quorum_id=quorum_id, step=step, joiners=joiners)
         sweep(self._store, quorum_id)
         for joiner in joiners:
             prefix = _prefix(self.address, self.replica_id, joiner, quorum_id, step)
@@ -73,7 +73,7 @@ class PgTransport(Transport):
         while self._senders:
             self._senders.pop().end(reason)
 
-    def _start(self, sources: Sources, into: StateSnapshot, quorum_id: int, step: int, progress: OnBytes) -> PgFetch:
+    def _start(self, sources: Sources, into: StateView, quorum_id: int, step: int, progress: OnBytes) -> PgFetch:
         prefixes = [_prefix(one.address, one.replica_id, self.replica_id, quorum_id, step) for one in sources]
         return PgFetch(self, sources, prefixes, into, progress)
 
@@ -87,7 +87,7 @@ class PgFetch:
     """One fetch, which tries one source after the other."""
 
     def __init__(
-        self, transport: PgTransport, sources: Sources, prefixes: Sequence[str], into: StateSnapshot, progress: OnBytes
+        self, transport: PgTransport, sources: Sources, prefixes: Sequence[str], into: StateView, progress: OnBytes
     ) -> None:
         self._transport, self._sources, self._prefixes = transport, sources, prefixes
         self._into, self._progress = into, progress

@@ -1,8 +1,9 @@
-"""Interface of healing transports, from a source, a rank with the state, to a joiner, a rank that heals; and the source's StateOffer.
+"""Interface of the transports by which a source (a rank with the state) sends it to a joiner (a rank that heals), and StateOffer, the
+source's side.
 
-    source:  offer(state.snapshot(), ...)  at a step boundary, before the forward
+    source:  offer(state.view(), ...)  at a step boundary, before the forward
              fence()                       before the optimizer changes the state; without an offer it returns at once
-    joiner:  values = fetch(sources, state.snapshot(), ...)     in a thread of its own, while zeros are launched
+    joiner:  values = fetch(sources, state.view(), ...)     in a thread of its own, while zeros are launched
              state.load(values)            when all ranks of the group have received everything
 
 From the first byte until `fetch` returns, the joiner's tensors are a mixture: its state is void, and stays void if `fetch` raises.
@@ -26,7 +27,7 @@ from typing import Any, Protocol
 
 import torch
 
-from ft.healing.capture import StagingBuffer, StateSnapshot
+from ft.healing.capture import StagingBuffer, StateView
 from ft.healing.format import CHUNK_BYTES, digest
 
 VALIDITY_TOKEN_BYTES = 16  # an offer's random token, sent last in a reply: proves that the offer was still valid
@@ -35,13 +36,14 @@ MAX_NAMES = 4096  # joiners in all
 
 
 class HealFailed(RuntimeError):
-    """The state was not received. `reason`: a string, or one for each source that failed (`blame`). `touched`: some of the joiner's tensors
-    may be overwritten. `layout_mismatch`: all sources offer a state with a different layout than the joiner's, so a retry is useless."""
+    """The state was not received. `reason`: a string, or one for each source that failed (`failed_sources`). `touched`: some of the
+    joiner's tensors may be overwritten. `layout_mismatch`: all sources offer a state with a different layout than the joiner's, so a retry
+    is useless."""
 
     def __init__(self, reason: str | Mapping[str, str], *, touched: bool, layout_mismatch: bool = False) -> None:
         failed = {} if isinstance(reason, str) else reason
         super().__init__(reason if isinstance(reason, str) else "; ".join(f"{i}: {why}" for i, why in failed.items()))
-        self.touched, self.blame, self.layout_mismatch = touched, tuple(failed), layout_mismatch
+        self.touched, self.failed_sources, self.layout_mismatch = touched, tuple(failed), layout_mismatch
 
 
 class Withdrawn(RuntimeError):
@@ -99,10 +101,10 @@ class Transport(ABC):
         self._closed = False
 
     @abstractmethod
-    def _start(self, sources: Sources, into: StateSnapshot, quorum_id: int, step: int, progress: OnBytes) -> Fetch: ...
+    def _start(self, sources: Sources, into: StateView, quorum_id: int, step: int, progress: OnBytes) -> Fetch: ...
 
     def fetch(
-        self, sources: Sources, into: StateSnapshot, *, quorum_id: int, step: int, progress: OnBytes = None
+        self, sources: Sources, into: StateView, *, quorum_id: int, step: int, progress: OnBytes = None
     ) -> dict[str, Any]:
         """Receives the state into the tensors of `into`, from one or two sources; if these differ in a bit it logs an error and uses only
         one. Verifies every byte, and returns the argument of StateRegistry.load. Raises HealFailed."""
@@ -150,10 +152,10 @@ class Transport(ABC):
         self.stop("the transport is closed")
         self.withdraw("the source is leaving")
 
-    def offer(self, snapshot: StateSnapshot, *, quorum_id: int, step: int, joiners: Sequence[str]) -> StateOffer:
+    def offer(self, view: StateView, *, quorum_id: int, step: int, joiners: Sequence[str]) -> StateOffer:
         """Offers this state to `joiners` (replica IDs), until it is withdrawn or replaced. Withdraws an older offer."""
         self.withdraw("the source has a newer offer")
-        self._offer = StateOffer(snapshot, quorum_id=quorum_id, step=step, joiners=len(joiners))
+        self._offer = StateOffer(view, quorum_id=quorum_id, step=step, joiners=len(joiners))
         return self._offer
 
     @property
@@ -187,11 +189,11 @@ class Transport(ABC):
 class StateOffer:
     """A state that is offered. `joiners`: how many are expected; one that has not connected yet still needs every chunk."""
 
-    def __init__(self, snapshot: StateSnapshot, *, quorum_id: int, step: int, joiners: int) -> None:
+    def __init__(self, view: StateView, *, quorum_id: int, step: int, joiners: int) -> None:
         self.quorum_id, self.step = quorum_id, step
         self.validity_token = secrets.token_bytes(VALIDITY_TOKEN_BYTES)
-        self.manifest, self.body = snapshot.manifest, snapshot.body()
-        self.header = snapshot.manifest.encode()
+        self.manifest, self.body = view.manifest, view.body()
+        self.header = view.manifest.encode()
         self.withdrawn_reason = ""  # "": it is not withdrawn
         self.fencing = False  # True: the source waits to commit, so senders should pause soon
         self.digests: dict[int, bytes] = {}  # digests of all chunks that were ever read

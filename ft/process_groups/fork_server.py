@@ -191,7 +191,7 @@ class ForkServer:
             # unsignalled: only the end of this process, or `_stop`, ends it
             with theirs, unsignalled():
                 self._process = process = subprocess.Popen(
-                    [sys.executable, "-m", "ft.process_groups.baby_worker", str(descriptor), str(os.getpid())],
+                    [sys.executable, "-m", "ft.process_groups.fork_server_main", str(descriptor), str(os.getpid())],
                     pass_fds=[descriptor],
                     stdin=subprocess.DEVNULL,
                     cwd=_ROOT,  # `-m` searches there first

@@ -55,7 +55,7 @@ def form_gloo(
     rendezvous: Rendezvous,
     backstop: timedelta = NEVER,
     *,
-    kind: Any = c10d.ProcessGroupGloo,
+    backend_class: Any = c10d.ProcessGroupGloo,
     listening_ends: Callable[..., tuple[Any, set[Address]]] = sockets.listening_ends,
 ) -> Engine:
     """Forms a gloo group on the network interface that leads to the store, and returns its engine. All connections are made here, so the
@@ -67,11 +67,11 @@ def form_gloo(
     ports = rendezvous.all_gather(sorted(local))
     remote = {(host, port) for member in ports for host, port in member} - local
     rendezvous.on_cancel(lambda: sockets.shutdown_matching(local=local, remote=remote))
-    options = kind._Options()
+    options = backend_class._Options()
     options._devices = [device]
     options._threads = 2
     options._timeout = timedelta(seconds=rendezvous.left_s() / CONNECTS)  # connecting cannot be cancelled
-    backend = kind(rendezvous.store, rendezvous.rank, rendezvous.size, options)
+    backend = backend_class(rendezvous.store, rendezvous.rank, rendezvous.size, options)
     rendezvous.store.close()
     _set_timeout(backend, timedelta(seconds=rendezvous.left_s()))
     _hear_from_all(backend, rendezvous)

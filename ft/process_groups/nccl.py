@@ -66,7 +66,8 @@ class ProcessGroupNCCL(ProcessGroup):
 
 
 def process_settings(kind: str, rendezvous_s: float) -> dict[str, str]:
-    """Returns environment variables for a trainer with that kind of group (config.GroupKind), to be set before its default group is made.
+    """Returns environment variables for a trainer with that kind of group (config.ProcessGroupKind), to be set before its default group is
+    made.
 
     TORCH_NCCL_DUMP_ON_TIMEOUT: Watchdog::runLoop calls broadcastDumpSignal for each failed work, whatever ASYNC_ERROR_HANDLING says, and
     that sets shouldDump_ (ProcessGroupNCCL.hpp:1379), which all groups of the process share: a default group that dumps would end a process
@@ -85,21 +86,21 @@ def form_nccl(
     rendezvous: Rendezvous,
     index: int | None,
     *,
-    kind: Any = NATIVE,
+    backend_class: Any = NATIVE,
     group_of: Callable[..., dist.ProcessGroup] = group_of,
 ) -> Engine:
     """Forms an NCCL group on the CUDA device of that index, tests it by an all-reduce, and returns its engine."""
-    if index is None or kind is None:
+    if index is None or backend_class is None:
         raise ProcessGroupError("NCCL requires a CUDA device and a torch that is built with NCCL")
     device = torch.device("cuda", index)
     torch.cuda.set_device(device)
     rendezvous.all_gather(device.index)
-    options = kind.Options()
+    options = backend_class.Options()
     options._timeout = NEVER
     options.config.blocking = 0
     os.environ.update(nonblocking_settings(rendezvous.limit_s))
     with _environment(CONSTRUCTOR_SETTINGS):
-        backend = kind(rendezvous.store, rendezvous.rank, rendezvous.size, options)
+        backend = backend_class(rendezvous.store, rendezvous.rank, rendezvous.size, options)
     rendezvous.on_cancel(lambda: device_thread(backend.abort, name="ft-nccl-abort", device=index).start())
     backend.eager_connect_single_device(device)
     engine = NcclEngine(group_of(backend, "nccl", "cuda", rendezvous.rank, rendezvous.size), backend.abort, index)

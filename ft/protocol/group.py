@@ -211,7 +211,7 @@ class GroupMachine:
             why = "; ".join(incompatible_timeouts)
             self._refused("INVALID_ARGUMENT", f"its timeouts are incompatible with the lighthouse's: {why}")
             return
-        if theirs := event.terms or event.times:
+        if theirs := event.limits or event.times:
             self._takeover_s = theirs.takeover_s
         if self.quorum and quorum.quorum_id < self.quorum.quorum_id:
             self.reason = f"quorum {quorum.quorum_id} is over, the newest is {self.quorum.quorum_id}"
@@ -340,7 +340,7 @@ class GroupMachine:
             verdict=worst.verdict,
             change=any(vote.change for vote in votes),
             reason=f"rank {worst.group_rank}: {worst.reason}" if worst.verdict != "yes" else "all ranks voted yes",
-            blame=tuple(sorted({other for vote in votes for other in vote.blame})),
+            divergent=tuple(sorted({other for vote in votes for other in vote.divergent})),
         )
         if not (outcome.kind == "commit" and outcome.verdict == "yes" and self._lighthouse_is_silent(now_s)):
             self._decide(outcome)
@@ -459,11 +459,11 @@ def recover_src_replica_ranks(quorum: Quorum) -> dict[int, tuple[int, ...]]:
     """Returns the replica rank of each group that must heal, with those of its sources: at most two, assigned round-robin. A member heals
     if its state is not the reference state, even at an equal or higher step. At step 0 with init_sync, initial states differ although they
     have the same (empty) commit_id: then all but the first reference member heal."""
-    whole, members = quorum.holders, quorum.members
+    holders, members = quorum.holders, quorum.members
     if quorum.reference[0] == 0 and any(x.init_sync for x in members):
-        whole = whole[:1]
-    free = [rank for rank in whole if not members[rank].writes_checkpoint] or whole  # the writer is busy enough
-    healing = sorted(set(range(len(members))).difference(whole))
+        holders = holders[:1]
+    free = [rank for rank in holders if not members[rank].writes_checkpoint] or holders  # the writer is busy enough
+    healing = sorted(set(range(len(members))).difference(holders))
     return {
         rank: tuple(free[(place + offset) % len(free)] for offset in range(min(2, len(free))))
         for place, rank in enumerate(healing)

@@ -17,7 +17,7 @@ from ft.protocol.quorum_record import QuorumRecord
 from ft.protocol.roster import Roster, pairs_with, takeover_order_s
 from ft.protocol.rules import (
     Decision,
-    Problem,
+    Refusal,
     choose_excluded,
     decide,
     describe_pairs,
@@ -38,7 +38,7 @@ class LighthouseConfig:
     num_replica_groups: int = 0  # number of groups that the job is meant to have; 0: unknown
 
     @property
-    def terms(self) -> m.JobLimits:
+    def limits(self) -> m.JobLimits:
         return m.JobLimits(self.min_replicas, self.times.takeover_s, self.num_replica_groups)
 
 
@@ -53,14 +53,14 @@ class LighthouseMachine:
         epoch: str,
         saved: PersistentState | None = None,
         fresh: bool = False,
-        lower_terms: bool = False,
+        lower_limits: bool = False,
     ) -> None:
         """`epoch`: unique to this process, used unless `saved` or a report has the job's. `saved`: contents of the state file. `fresh`:
         no state file has ever existed. With neither, the file was lost: for takeover_s (None: until an operator's order) no
-        quorum is formed before all members of the newest one report. `lower_terms`: the config's limits apply even below saved ones."""
-        terms = config.terms if lower_terms else config.terms.at_least(saved.terms if saved else None)
-        times, count = replace(config.times, takeover_s=terms.takeover_s), terms.num_replica_groups
-        self.config = config = replace(config, min_replicas=terms.min_replicas, times=times, num_replica_groups=count)
+        quorum is formed before all members of the newest one report. `lower_limits`: the config's limits apply even below saved ones."""
+        limits = config.limits if lower_limits else config.limits.at_least(saved.limits if saved else None)
+        times, count = replace(config.times, takeover_s=limits.takeover_s), limits.num_replica_groups
+        self.config = config = replace(config, min_replicas=limits.min_replicas, times=times, num_replica_groups=count)
         self.roster = Roster()
         self.reason = "no group has requested a quorum"
         self._record: QuorumRecord | None = None  # record of the newest quorum
@@ -86,8 +86,8 @@ class LighthouseMachine:
     @property
     def saved(self) -> PersistentState:
         over = self._record is not None and not self.roster.claims  # no group holds the job's state any more
-        quorum, terms = (None, None) if over else (self.quorum, self.config.terms)
-        return PersistentState(self._epoch, self._highest_id, self._settled, self.roster.kind, quorum, terms)
+        quorum, limits = (None, None) if over else (self.quorum, self.config.limits)
+        return PersistentState(self._epoch, self._highest_id, self._settled, self.roster.kind, quorum, limits)
 
     @property
     def _highest_id(self) -> int:
@@ -185,7 +185,7 @@ class LighthouseMachine:
                 self._out.append(m.Answer((replica_id,), self._record.quorum))
             elif known_id and not was_member:
                 # excluded by the lighthouse process before this one; the time since then is not known
-                roster.left_out.setdefault(replica_id, now_s)
+                roster.no_longer_members.setdefault(replica_id, now_s)
             self._record.bring_up_to_date(replica_id, known_id)
 
     def _on_stream_closed(self, replica_id: str, now_s: float) -> None:
@@ -248,7 +248,7 @@ class LighthouseMachine:
             roster.mark_unhealthy(replica_id)  # torchft's members, which _lose does not remove
         roster.expire_claims(now_s, times.takeover_s)
         why = f"the others continued without it, and it has requested no quorum for {times.stall_s:g} s"
-        self._lose(roster.find_stalled(now_s, times.stall_s), why)
+        self._lose(roster.find_absent(now_s, times.stall_s), why)
         if record:
             self._lose(*record.find_stalled(now_s))
             record.end_deadlock(now_s)
@@ -291,7 +291,7 @@ class LighthouseMachine:
             self._issue(decision, now_s)
         elif roster.sitting:
             # Readmits them if there can be no quorum without them; those whose heals failed only after the join timeout.
-            alone = roster.healthy() < least and roster.waited(now_s) >= join_s
+            alone = roster.healthy_count() < least and roster.waited(now_s) >= join_s
             if len(roster.candidates) < least and roster.readmit(now_s, early=True, unhealed=alone):
                 self._evaluate(now_s)
             elif pairs := pairs_with(next(iter(roster.sitting)), [*roster.candidates, *roster.sitting], roster.blames):
@@ -377,7 +377,7 @@ class LighthouseMachine:
         if record and roster.was_in(event.member.replica_id):
             if self._fingerprint != (fingerprint := record.quorum.fingerprint or event.fingerprint):
                 self._take_fingerprint(fingerprint)
-        elif not roster.candidates and roster.is_free(now_s, self.config.times.takeover_s):
+        elif not roster.candidates and roster.may_be_taken_over(now_s, self.config.times.takeover_s):
             self._take_fingerprint(event.fingerprint)
 
     def _take_fingerprint(self, fingerprint: Fingerprint) -> None:
@@ -396,13 +396,13 @@ class LighthouseMachine:
         roster = self.roster
         if roster.has_heard_a_member:
             self._take_fingerprint(self._fingerprint)
-        elif not roster.candidates and roster.is_free(now_s, self.config.times.takeover_s):
+        elif not roster.candidates and roster.may_be_taken_over(now_s, self.config.times.takeover_s):
             call = roster.peers[next(iter(roster.mismatched))].call
             self._take_fingerprint(call.fingerprint if call else ())
         elif not roster.candidates:
             self.reason = f"{next(iter(roster.mismatched.values()))}; the job's members may come back"
 
-    def kind_problem(self, kind: Kind) -> Problem:
+    def kind_problem(self, kind: Kind) -> Refusal:
         """Returns the refusal of members of this kind, else None. Both kinds may join until the first quorum request."""
         ours = self.roster.kind
         if kind == ours or (self._record is None and not self.roster.candidates):
@@ -433,7 +433,7 @@ class LighthouseMachine:
             roster.returning[m.name_of(replica_id)] = now_s + 2 * self.config.times.beat_s
         return True
 
-    def _name_taken(self, event: Call, now_s: float) -> Problem:
+    def _name_taken(self, event: Call, now_s: float) -> Refusal:
         """Replaces the live id of a name by a new one if the live id is silent; else returns a refusal, since two groups have one name."""
         if event.kind == "torchft":
             return None

@@ -23,15 +23,15 @@ else:
     dataclass_transform = lambda **about: lambda cls: cls  # noqa: E731 (only type checkers use it)
 
 VOID = -1  # step of a group without a complete state: it heals, or waits for an order to load a checkpoint
-# In the protocol a step is one number, BRANCH * b + s for step s of branch b: the job has gone back to a checkpoint (Rewind) b times. So
-# every comparison of steps compares (branch, step): a state of an older branch is older, however far it was, and heals. Steps of branch 0
-# are themselves. Trainers, logs and pages have s, beside b where it is not 0. Legal steps (rules.MAX_STEP; int64 in pharos.proto) leave
-# room for 1,024 branches.
-BRANCH, MAX_BRANCH = 1 << 30, 1023
+# In the protocol a step is one number, STEPS_PER_BRANCH * b + s for step s of branch b: the job has gone back to a checkpoint (Rewind) b
+# times. So every comparison of steps compares (branch, step): a state of an older branch is older, however far it was, and heals. In branch
+# 0 the number is the step itself. Trainers, logs and pages show s, and b where it is not 0. Legal steps (rules.MAX_STEP; int64 in
+# pharos.proto) leave room for 1,024 branches.
+STEPS_PER_BRANCH, MAX_BRANCH = 1 << 30, 1023
 UNABLE = -1.0  # tokens of a slot in the tail whose group cannot contribute (no valid token, NaN, out of memory)
 
 Kind = Literal["pharos", "torchft"]  # protocol of a member, and with it the quorum rules that apply
-Refusal = Literal["INVALID_ARGUMENT", "ALREADY_EXISTS", "FAILED_PRECONDITION", "LOST"]
+RefusalCode = Literal["INVALID_ARGUMENT", "ALREADY_EXISTS", "FAILED_PRECONDITION", "LOST"]
 Fingerprint = tuple[tuple[str, str], ...]  # (name, digest) of layout, dtypes, buckets, settings; equal in all groups
 State = tuple[int, int, str]  # (step, commit_quorum_id, commit_id): the greater of two is more recent
 VoteKey = tuple[int, int, int, str]  # (quorum_id, attempt, step, kind)
@@ -51,9 +51,11 @@ class Member:
     world_size: int = 1  # number of ranks of the group
     shrink_only: bool = False
     data: str = ""  # JSON that the user passes to all members
-    commit_failures: int = 0  # failed attempts since the last commit; above 0: the next quorum gets a new id
+    commit_failures: int = (
+        0  # torchft: failed steps since the last commit; Pharos: 1 if the generation failed; above 0: a new quorum id
+    )
     reconfigure_handles: tuple[str, ...] = ()  # Pharos: host:port at which each rank answers probes, by group_rank
-    commit_id: str = ""  # name of the state: equal ids mean equal weights
+    commit_id: str = ""  # name of the state's history: equal ids, the same contributions
     commit_quorum_id: int = 0  # id of the quorum that committed the state
     restored: int | None = None  # step of the checkpoint that the state was loaded from; 0: there was no checkpoint
     writes_checkpoint: bool = False  # True: others heal from it only if there is no other source
@@ -105,7 +107,7 @@ class Rewound(NamedTuple):
     spiked: int
     reason: str
     # ranges of positions assigned between the two, which are never trained on again
-    left_out: tuple[tuple[int, int], ...] = ()
+    skipped: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -164,12 +166,12 @@ def incarnation_of(replica_id: str) -> str:
 
 def step_of(step: int) -> int:
     """Returns the step within its branch; VOID for VOID."""
-    return step % BRANCH if step > VOID else VOID
+    return step % STEPS_PER_BRANCH if step > VOID else VOID
 
 
 def describe_step(step: int) -> str:
     """Returns "7", or "7 of branch 2"."""
-    return f"{step_of(step)} of branch {step // BRANCH}" if step >= BRANCH else str(step)
+    return f"{step_of(step)} of branch {step // STEPS_PER_BRANCH}" if step >= STEPS_PER_BRANCH else str(step)
 
 
 def name_of(replica_id: str) -> str:
@@ -334,7 +336,7 @@ class Refuse(Effect):
     """Fail the waiting requests of the id. LOST: it may return under a new id, with its state."""
 
     replica_id: str
-    code: Refusal
+    code: RefusalCode
     reason: str
 
 
@@ -361,12 +363,13 @@ class PersistentState:
     settled: int = 0
     kind: Kind = "pharos"
     quorum: Quorum | None = None  # the newest; None: there was none, or none of its members may come back
-    terms: JobLimits | None = None  # limits of that job
+    limits: JobLimits | None = None  # limits of that job
 
     @staticmethod
     def from_dict(data: dict[str, Any]) -> PersistentState:
         """Builds it from the JSON of its asdict, also an earlier version's. Raises KeyError, TypeError, ValueError or AttributeError."""
-        terms, quorum = data.get("terms"), data["quorum"]  # earlier versions: no `terms`, and `shape` for `fingerprint`
+        data = {**data}  # earlier versions: `terms` for `limits`, or neither, and `shape` for `fingerprint`
+        limits, quorum = data.pop("terms", None) or data.get("limits"), data["quorum"]
         if quorum:
             step, commit_quorum_id, commit_id = quorum["reference"]
             fingerprint = tuple((what, digest) for what, digest in quorum.get("fingerprint") or quorum.get("shape", ()))
@@ -376,7 +379,7 @@ class PersistentState:
             quorum = Quorum(
                 quorum["quorum_id"], members, (step, commit_quorum_id, commit_id), quorum["epoch"], fingerprint
             )
-        return PersistentState(**{**data, "quorum": quorum or None, "terms": JobLimits(**terms) if terms else None})
+        return PersistentState(**{**data, "quorum": quorum or None, "limits": JobLimits(**limits) if limits else None})
 
 
 # ------------------------------------------------------------------------------------------------ group server
@@ -419,7 +422,7 @@ class Vote(Event):
     verdict: Literal["yes", "retry", "failed"]  # retry: the all-reduce completed, but a group could not contribute
     change: bool = False  # True: a quorum is due before the next step
     reason: str = ""  # of a verdict that is not yes
-    blame: tuple[str, ...] = ()  # commit: members whose weights differ; `blame` of a quorum request has another meaning
+    divergent: tuple[str, ...] = ()  # commit: members whose weights differ
     whole: bool = False  # True: the vote of all ranks of the group, which have agreed on it in a collective
 
     @property
@@ -432,7 +435,7 @@ class LighthouseAnswered(Event):
 
     quorum: Quorum
     times: Timeouts | None = None
-    terms: JobLimits | None = None
+    limits: JobLimits | None = None
 
 
 class LighthouseFailed(Event):
@@ -445,7 +448,7 @@ class LighthouseRefused(Event):
     """The lighthouse refused this id, by the answer of an RPC or down the stream."""
 
     replica_id: str
-    code: Refusal
+    code: RefusalCode
     reason: str
 
 
@@ -565,7 +568,9 @@ class QuorumResult(Event):
     heal: bool  # equal for all ranks of a group
     sources: tuple[Source, ...]  # at most two; empty unless heal
     recover_dst_replica_ranks: tuple[int, ...]  # replica_ranks that heal from this group
-    participants: tuple[str, ...]  # members that are assigned slots, by replica_rank
+    participants: tuple[
+        str, ...
+    ]  # holders that may be assigned slots, by replica_rank; with slots_per_step some get none
     assigned: int  # slots of the holders' open assignment; 0: they have none, or different ones, and make a new one
     same_generation: bool = False  # True: the rank has formed this generation's process group already, and keeps it
     handles: tuple[str, ...] = ()  # address at which the same rank of each member answers probes; "": unknown
@@ -581,7 +586,7 @@ class Outcome(Event):
     verdict: Literal["yes", "retry", "failed"]
     change: bool = False
     reason: str = ""
-    blame: tuple[str, ...] = ()
+    divergent: tuple[str, ...] = ()
     healed: bool = False  # True: decided after a yes to the vote "healed"; the ranks load the state at this outcome
 
     @property
@@ -651,11 +656,10 @@ class HealEnded(Event):
     ok: bool
     state: dict[str, Any] = field(default_factory=dict)
     reason: str = ""
-    blame: tuple[str, ...] = ()
 
 
 class Leaving(Event):
-    """The trainer leaves with the commit of step `after`; None (SIGTERM): with the first commit whose tail has announced it. All ranks of
+    """The trainer leaves with the commit of step `after`; None (SIGTERM): with the first commit whose tail announces it. All ranks of
     the group are fed this at the same step boundary. CommitStep.leave is True for the last step."""
 
     after: int | None = None
@@ -668,9 +672,9 @@ class Skipped(Event):
 
 
 class Rewind(Event):
-    """The trainer has found that the newest commit, a spike, is not to be applied, as all groups have: the job goes back to a checkpoint.
-    The state is given up (VOID) until Restored, with which the next branch begins. Fed before the next Begin, in any phase, after which the
-    driver drops the effects that it has not carried out: they are those of held steps of the state that is given up."""
+    """The newest commit was a spike: no group applies it, and the job goes back to a checkpoint. The state is void until Restored, which
+    begins the next branch. Fed before the next Begin, in any phase; the driver then drops queued effects, which belong to held steps of
+    the old state."""
 
     reason: str
 
@@ -691,14 +695,14 @@ class Configure(Effect):
 
 
 class Compute(Effect):
-    """Run forward and backward on these slots; feed back Computed. Buckets may be launched when ready; the last waits for LaunchTail."""
+    """Run forward and backward on these slots; feed back Computed. Buckets may be launched when ready, the last with LaunchRemaining."""
 
     step: int
     slots: tuple[int, ...]
     attempt: int
 
 
-class LaunchTail(Effect):
+class LaunchRemaining(Effect):
     """Append `tail` to the last bucket and launch all buckets that are not launched yet; then feed back Reduced or ReduceFailed."""
 
     quorum_id: int
@@ -757,7 +761,7 @@ class CommitStep(Effect):
     quorum_size: int
     slots: tuple[tuple[int, str], ...] = ()  # (slot, replica_id) of each slot that contributed
     holes: tuple[int, ...] = ()  # slots that were assigned and are in no commit yet
-    left_out: tuple[tuple[int, int], ...] = ()  # ranges of positions that are left out for good
+    skipped: tuple[tuple[int, int], ...] = ()  # ranges of positions that are left out for good
     rewound: Rewound | None = None  # of the first step of a branch: how it began
     held: bool = False
     leave: bool = False  # True: this is the group's last step, and the others know that it leaves

@@ -81,7 +81,9 @@ class Roster:
         self.previous: frozenset[str] = frozenset()  # ids of the newest issued quorum, which precedes the next one
         self._incarnations: frozenset[str] = frozenset()  # of these ids: a lost one comes back under a new id
         self.left_cleanly: set[str] = set()  # previous members that left on purpose
-        self.left_out: dict[str, float] = {}  # live id that is no longer a member -> time of the quorum without it
+        self.no_longer_members: dict[
+            str, float
+        ] = {}  # live id that is no longer a member -> time of the quorum without it
         self.returning: dict[str, float] = {}  # name of a group just refused as LOST -> end of the wait for its return
         # id that requests a quorum with a fingerprint unlike that of members which may yet come back -> the refusal
         self.mismatched: dict[str, str] = {}
@@ -94,7 +96,7 @@ class Roster:
         self.claims: dict[str, Claim] = {}  # by name
         self.claims_expired = False
         self.takeover_until_s = -math.inf  # end of an operator's TakeOver order
-        self.order: OrderedDict[str, None] = OrderedDict()  # healthy ids, longest silent first
+        self.by_last_message: OrderedDict[str, None] = OrderedDict()  # healthy ids, longest silent first
         self._healthy: dict[str, None] = {}  # candidates, and ids that become candidates when they request a quorum
         self.reachable: dict[str, None] = {}  # healthy members of the previous quorum, with or without a request
         # Healthy ids with a waiting request that do not sit out. This, `present` and `previous_holders`: in the order of the requests.
@@ -107,7 +109,7 @@ class Roster:
 
     # ---- input of the rules
 
-    def healthy(self) -> int:
+    def healthy_count(self) -> int:
         """Returns the number of groups that are or could be candidates, those that are just returning under a new id included."""
         if not self.returning:
             return len(self._healthy)
@@ -122,7 +124,9 @@ class Roster:
     def update_sets(self, replica_id: str) -> None:
         """Adds one id to the sets that the rules count, or removes it. Must be called after every change of that id."""
         peer, was_in, sits = self.peers.get(replica_id), replica_id in self.previous, replica_id in self.sitting
-        alive = peer is not None and replica_id in self.order and not sits and replica_id not in self.mismatched
+        alive = (
+            peer is not None and replica_id in self.by_last_message and not sits and replica_id not in self.mismatched
+        )
         is_torchft = peer is not None and peer.kind == "torchft"
         counts = alive and peer is not None and peer.kind == self.kind and (peer.called or was_in or is_torchft)
         call = peer.call if peer and alive else None
@@ -149,13 +153,13 @@ class Roster:
 
     def heard_from(self, replica_id: str, kind: Kind, now_s: float) -> Peer:
         """Records the time of a message of this id, and counts the id as healthy."""
-        back = replica_id not in self.order
+        back = replica_id not in self.by_last_message
         peer = self.peers.get(replica_id)
         if peer is None:
             peer = self.peers[replica_id] = Peer(kind, now_s)
         peer.seen_s = now_s
-        self.order[replica_id] = None
-        self.order.move_to_end(replica_id)
+        self.by_last_message[replica_id] = None
+        self.by_last_message.move_to_end(replica_id)
         if back:
             self.update_sets(replica_id)
         return peer
@@ -165,7 +169,7 @@ class Roster:
         self.mismatched.pop(replica_id, None)
         if peer:
             peer.call = None
-            if replica_id not in self.order:
+            if replica_id not in self.by_last_message:
                 del self.peers[replica_id]
             self.update_sets(replica_id)
 
@@ -175,9 +179,9 @@ class Roster:
         claim = self.claims.get(name)
         if peer and claim and claim.replica_id == replica_id:
             claim.seen_s = peer.seen_s
-        for kept in (self.order, self.sitting, self.mismatched):
+        for kept in (self.by_last_message, self.sitting, self.mismatched):
             kept.pop(replica_id, None)
-        self._pardon(replica_id)
+        self._clear_blame(replica_id)
         if self.live.get(name) == replica_id:
             del self.live[name]
         self.lost[replica_id] = why
@@ -188,8 +192,8 @@ class Roster:
     def mark_unhealthy(self, replica_id: str) -> None:
         """Removes the id from the healthy ones until its next heartbeat."""
         if peer := self.peers.get(replica_id):
-            del self.order[replica_id]
-            self._pardon(replica_id)
+            del self.by_last_message[replica_id]
+            self._clear_blame(replica_id)
             if peer.call is None:
                 del self.peers[replica_id]
             self.update_sets(replica_id)
@@ -209,7 +213,7 @@ class Roster:
         """True while no group may continue the job without the state that members of the previous quorum may hold."""
         return bool(self.claims) and not (self.claims_expired or now_s < self.takeover_until_s)
 
-    def is_free(self, now_s: float, takeover_s: float | None) -> bool:
+    def may_be_taken_over(self, now_s: float, takeover_s: float | None) -> bool:
         """True when no claim to the state exists, or all claimants were silent for takeover_s."""
         return not self.claims_bind(now_s) or self._all_silent(now_s, takeover_s)
 
@@ -256,11 +260,11 @@ class Roster:
     def on_blame(self, replica_id: str, others: Collection[str]) -> None:
         """Replaces the list of members that this group reports it cannot work with."""
         if not others:
-            self._pardon(replica_id)
+            self._clear_blame(replica_id)
         elif self.blames.get(replica_id) != (named := frozenset(map(m.incarnation_of, others))):
             self.blames[replica_id], self._pairs = named, None
 
-    def _pardon(self, replica_id: str) -> None:
+    def _clear_blame(self, replica_id: str) -> None:
         if self.blames.pop(replica_id, None):
             self._pairs = None
 
@@ -273,16 +277,16 @@ class Roster:
 
     def sit_out(self, ids: Collection[str], pairs: Pairs, now_s: float) -> None:
         """Excludes candidates for SIT_OUT_S, doubled each time that the name sits out, and while they cannot work with a present member."""
-        parted: dict[str, set[str]] = {replica_id: set() for replica_id in ids}
+        unreachable: dict[str, set[str]] = {replica_id: set() for replica_id in ids}
         for pair in pairs:
-            for replica_id in pair & parted.keys():
-                parted[replica_id] |= pair - {replica_id}
+            for replica_id in pair & unreachable.keys():
+                unreachable[replica_id] |= pair - {replica_id}
         for replica_id in sorted(ids):
             name = m.name_of(replica_id)
             times = self._sat.pop(name, 0)
             self._sat[name] = times + 1
             until_s = now_s + min(MAX_SIT_OUT_S, SIT_OUT_S * 2 ** min(times, 16))
-            self.sitting[replica_id] = until_s, frozenset(map(m.incarnation_of, parted[replica_id]))
+            self.sitting[replica_id] = until_s, frozenset(map(m.incarnation_of, unreachable[replica_id]))
             self.update_sets(replica_id)
         while len(self._sat) > LOST_KEPT:
             self._sat.pop(next(iter(self._sat)))
@@ -300,8 +304,8 @@ class Roster:
             if (count := heal.failed - HEALS_FREE) > 0:
                 heal.until_s = now_s + heal_sit_out_s(count)
         if heal.until_s > now_s:
-            until_s, parted = self.sitting.get(member.replica_id, (0.0, frozenset()))
-            self.sitting[member.replica_id] = max(heal.until_s, until_s), parted
+            until_s, unreachable = self.sitting.get(member.replica_id, (0.0, frozenset()))
+            self.sitting[member.replica_id] = max(heal.until_s, until_s), unreachable
 
     def why_it_sits_out(self, replica_id: str) -> str:
         """Returns the reason why an id sits out; empty if it does not."""
@@ -313,13 +317,13 @@ class Roster:
         return f"its last {failed} heals failed: the others continue without it for {heal_sit_out_s(failed - HEALS_FREE):g} s"
 
     def readmit(self, now_s: float, *, early: bool = False, unhealed: bool = False) -> bool:
-        """Readmits ids that sit out and can work with all present ones, when their time is over. Before that:
-        after failed links if `early` or if the others are gone, after failed heals if `unhealed` or if none is present. True: some were."""
-        alive = {m.incarnation_of(i) for i in self.order}
-        present_ids = [i for i in self.order if i not in self.sitting]
+        """Readmits ids whose time is over and that can work with all present ones. Earlier: after failed links, with `early` or once the
+        unreachable ones are gone; after failed heals, with `unhealed` or if no other id is present. Returns True if any was readmitted."""
+        alive = {m.incarnation_of(i) for i in self.by_last_message}
+        present_ids = [i for i in self.by_last_message if i not in self.sitting]
         found = False
-        for replica_id, (until_s, parted) in list(self.sitting.items()):
-            wanted = early or parted.isdisjoint(alive) if parted else unhealed or not present_ids
+        for replica_id, (until_s, unreachable) in list(self.sitting.items()):
+            wanted = early or unreachable.isdisjoint(alive) if unreachable else unhealed or not present_ids
             if (wanted or until_s <= now_s) and not pairs_with(replica_id, present_ids, self.blames):
                 found = True
                 del self.sitting[replica_id]
@@ -333,9 +337,9 @@ class Roster:
         before, self.previous = self.previous, frozenset(quorum.ids)
         if self.previous != before:
             self._incarnations = frozenset(map(m.incarnation_of, quorum.ids))
-        self.left_out = {
-            i: self.left_out.get(i, now_s)
-            for i in sorted({*self.left_out, *before} - self.previous)
+        self.no_longer_members = {
+            i: self.no_longer_members.get(i, now_s)
+            for i in sorted({*self.no_longer_members, *before} - self.previous)
             if i in self.peers and self.peers[i].kind == "pharos" and not self.peers[i].call
         }
         self.left_cleanly, self.claims_expired, self.takeover_until_s = set(), False, -math.inf
@@ -364,13 +368,17 @@ class Roster:
 
     def silent(self, now_s: float, timeout_s: float) -> list[str]:
         """Returns the healthy ids that have sent nothing for timeout_s."""
-        return list(takewhile(lambda replica_id: now_s - self.peers[replica_id].seen_s >= timeout_s, self.order))
+        return list(
+            takewhile(lambda replica_id: now_s - self.peers[replica_id].seen_s >= timeout_s, self.by_last_message)
+        )
 
-    def find_stalled(self, now_s: float, limit_s: float) -> list[str]:
+    def find_absent(self, now_s: float, limit_s: float) -> list[str]:
         """Returns live ids that have requested no quorum in the `limit_s` seconds since a quorum was issued without them."""
         peers = self.peers
-        self.left_out = {i: since_s for i, since_s in self.left_out.items() if i in peers and not peers[i].call}
-        return [i for i, since_s in self.left_out.items() if now_s - since_s >= limit_s]
+        self.no_longer_members = {
+            i: since_s for i, since_s in self.no_longer_members.items() if i in peers and not peers[i].call
+        }
+        return [i for i, since_s in self.no_longer_members.items() if now_s - since_s >= limit_s]
 
     def end_waits(self, now_s: float) -> None:
         """Ends the waits for returning groups whose time is over, and readmits ids that have sat out."""

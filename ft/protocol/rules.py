@@ -18,11 +18,11 @@ from functools import lru_cache
 from heapq import nsmallest
 
 from ft.protocol import messages as m
-from ft.protocol.messages import Call, Fingerprint, Member, Refusal, State
+from ft.protocol.messages import Call, Fingerprint, Member, RefusalCode, State
 from ft.protocol.roster import Pairs, Roster
 
 MAX_STEP, MAX_WORLD_SIZE, MAX_TEXT = 1 << 40, 1 << 20, 512  # MAX_TEXT: characters of an id or address
-Problem = tuple[Refusal, str] | None  # code and reason of a refusal; None: the request is accepted
+Refusal = tuple[RefusalCode, str] | None  # code and reason of a refusal; None: the request is accepted
 
 
 @dataclass(slots=True)  # not frozen: one is made at each event, and frozen=True would take a fifth of the event's time
@@ -35,7 +35,7 @@ class Decision:
 
 def reference_state(members: Sequence[Member]) -> State | None:
     """Returns the most recent state among `members`: the highest (step, commit_quorum_id), then commit_id; None when all are void."""
-    return max((m.state for m in members if not m.void), default=None)
+    return max((member.state for member in members if not member.void), default=None)
 
 
 def decide(roster: Roster, now_s: float, *, settled: int, min_replicas: int, join_timeout_s: float) -> Decision:
@@ -46,7 +46,7 @@ def decide(roster: Roster, now_s: float, *, settled: int, min_replicas: int, joi
         roster.kind == "pharos",
         roster.candidates,
         roster.present,
-        roster.healthy(),
+        roster.healthy_count(),
     )
     shrink = bool(roster.shrinkers and roster.previous)
     # it must neither leave too few groups nor exclude all holders, which may have returned under new ids
@@ -80,15 +80,15 @@ def decide(roster: Roster, now_s: float, *, settled: int, min_replicas: int, joi
         return Decision(members, reference, why)
     if reference and any(member.restored is not None for member in members if member.state == reference):
         return Decision(members, reference, f"{why}, restored from checkpoint {m.describe_step(reference[0])}")
-    newest = "no group holds a complete state"
+    newest = "no group holds a complete state,"
     if reference:
-        newest = f"the most recent state here is of step {m.describe_step(reference[0])}"
+        newest = f"the most recent state here is of step {m.describe_step(reference[0])},"
     unrestored = tuple(member.replica_id for member in members if member.restored is None or member.void)
-    reason = f"{newest}, step {m.describe_step(settled)} was settled: load a checkpoint"
+    reason = f"{newest} but step {m.describe_step(settled)} was settled: load a checkpoint"
     return Decision(reason=reason, must_restore=unrestored)
 
 
-def validate_request(event: Call) -> Problem:
+def validate_request(event: Call) -> Refusal:
     """Returns the refusal of a quorum request with impossible values, else None. torchft's members may omit world size and addresses."""
     member = event.member
     texts = (member.replica_id, member.address, member.store_address, member.commit_id)
@@ -101,9 +101,9 @@ def validate_request(event: Call) -> Problem:
         )
     if not m.VOID <= member.step <= MAX_STEP or not 0 <= member.commit_quorum_id <= MAX_STEP or event.known > MAX_STEP:
         named = f"step {member.step} of quorum {member.commit_quorum_id}, after quorum {event.known}"
-        return ("INVALID_ARGUMENT", f"{named}: legal is 0 to {MAX_STEP}")
+        return ("INVALID_ARGUMENT", f"{named}: must be 0 to {MAX_STEP}")
     if not (event.kind == "torchft" or member.world_size >= 1) or member.world_size > MAX_WORLD_SIZE:
-        return ("INVALID_ARGUMENT", f"world size {member.world_size}: legal is 1 to {MAX_WORLD_SIZE}")
+        return ("INVALID_ARGUMENT", f"world size {member.world_size}: must be 1 to {MAX_WORLD_SIZE}")
     return None
 
 
@@ -120,7 +120,7 @@ def _differ(fingerprint: Fingerprint, job: Mapping[str, str]) -> list[str]:
     return [what for what, digest in fingerprint if what in job and job[what] != digest]
 
 
-def fingerprint_problem(event: Call, job: Fingerprint) -> Problem:
+def fingerprint_problem(event: Call, job: Fingerprint) -> Refusal:
     """Returns the refusal of a group whose fingerprint (layout, dtypes, buckets, settings) is not `job`, the job's; else None."""
     differ = _differ(event.fingerprint, dict(job)) if event.fingerprint else []
     if not differ:

@@ -1,6 +1,6 @@
 """The state machine of a rank's step, from begin to commit.
 
-    BOUNDARY --Begin--> (quorum due?) ASKING --QuorumResult--> CONFIGURING --Configured--> AGREEING --yes--> COMPUTING
+    BOUNDARY --Begin--> (quorum due?) ASKING --QuorumResult--> CONFIGURING --Configured--> CONFIRMING --yes--> COMPUTING
         ^   \\--------- not due: nothing has changed, no message is sent ---------------------------->   |
         |                                                                                  Reduced, or ReduceFailed
         +-- commit: yes -- VOTING <---------------------------------------------------------------------+
@@ -27,7 +27,7 @@ Design choices:
 - commit_id depends on the token counts only, which are integers and exact in fp32. The last bits of the loss depend on its position in the
   bucket, which differs between the ranks of a group.
 - Weights are compared in the step before every digest_interval-th, so that a checkpoint of that step is compared just before it is saved.
-  One rank of each group sees the difference and reports it as the `blame` of a commit vote that is yes; the group's outcome has it for all
+  One rank of each group sees the difference and reports it as `divergent` in a commit vote that is yes; the group's outcome has it for all
   ranks. The step is committed all the same: the steps before it were reduced with the same wrong weights. A group that has healed is no
   witness before it has been compared. Step 0 has one state only, which is right by definition.
 - Ranks learn that all ranks of the group have the healed state at different points of a step. So they load it at the first outcome that the
@@ -53,7 +53,7 @@ from typing import Any, Literal
 from ft.protocol import messages as m
 from ft.protocol.compare import DIGEST_WORDS, NONE, find_divergent, member_digest
 from ft.protocol.messages import (
-    BRANCH,
+    STEPS_PER_BRANCH,
     UNABLE,
     VOID,
     Effect,
@@ -114,10 +114,10 @@ class Ledger:
         self.holes: list[int] = []  # sorted
         self.unable = Counter[int]()  # hole -> number of steps in which it was UNABLE
         # slots that are never trained on: UNABLE too often, or of a step that no group has applied
-        self.given_up: list[int] = []
+        self.skipped_slots: list[int] = []
         self.rewinds: list[Rewound] = []  # as many as the number of the branch
         # ranges of positions that the newest commit left out for good, by the setting `skip`
-        self.left_out: tuple[tuple[int, int], ...] = ()
+        self.newly_skipped: tuple[tuple[int, int], ...] = ()
         # the open assignment: slot -> replica_id, by replica_rank; the dict is replaced, never changed
         self.assignment: dict[int, str] = {}
 
@@ -181,11 +181,11 @@ class Ledger:
         exhausted = {slot for slot, times in self.unable.items() if times >= MAX_UNABLE} - contributed
         exhausted_slots = tuple(slot for slot in slots if slot in exhausted) if exhausted else ()
         gone = contributed | (set(exhausted_slots) if skip else set())
-        self.given_up += exhausted_slots if skip else ()
+        self.skipped_slots += exhausted_slots if skip else ()
         before, self.position = self.position, max([self.position, *(slot + self.slot_size for slot in slots)])
         holes = sorted({*self.holes, *slots} - gone)
         self.holes = [hole for hole in holes if not self._skipped_until(hole)] if self._skip else holes
-        self.left_out = self._ranges_left_out(before, slots, holes) if self._skip else ()
+        self.newly_skipped = self._ranges_skipped(before, slots, holes) if self._skip else ()
         self.unable = Counter({slot: count for slot, count in self.unable.items() if slot not in gone})
         self.assignment = {}
         return committed, exhausted_slots
@@ -194,7 +194,7 @@ class Ledger:
         """Returns the end of a range of `skip` that has a position of the slot; 0: there is none."""
         return next((end for first, end in self._skip if first < slot + self.slot_size and slot < end), 0)
 
-    def _ranges_left_out(self, first: int, slots: Sequence[int], holes: Sequence[int]) -> tuple[tuple[int, int], ...]:
+    def _ranges_skipped(self, first: int, slots: Sequence[int], holes: Sequence[int]) -> tuple[tuple[int, int], ...]:
         """Returns the ranges from `first` on that are not in the slots assigned, and the holes that `skip` has."""
         ranges = [(hole, hole + self.slot_size) for hole in holes if self._skipped_until(hole)]
         for slot in sorted(slot for slot in slots if slot >= first):
@@ -209,26 +209,26 @@ class Ledger:
         taken = [(hole, hole + self.slot_size) for hole in self.holes] + [(self.position, int(spiked["position"]))]
         self.position, self.holes = int(spiked["position"]), [int(hole) for hole in spiked["holes"]]
         self.unable = Counter({int(slot): int(count) for slot, count in spiked["unable"]})
-        left_out = list[tuple[int, int]]()
+        skipped = list[tuple[int, int]]()
         for first, end in taken:  # ascending, as the holes are
             for hole in self.holes:
                 if first <= hole < end:
-                    left_out.append((first, hole))
+                    skipped.append((first, hole))
                     first = hole + self.slot_size
-            left_out.append((first, end))
-        ranges = tuple((first, end) for first, end in left_out if first < end)
+            skipped.append((first, end))
+        ranges = tuple((first, end) for first, end in skipped if first < end)
         self.rewinds = [*_rewinds_in(spiked), Rewound(step, spiked_step, reason, ranges)]
         self.assignment = {}
 
     def state_dict(self) -> dict[str, Any]:
         """Returns JSON values, the open assignment included, since a group that heals from this state must continue with it."""
         return {
-            **({"rewinds": [[*it[:3], [*map(list, it.left_out)]] for it in self.rewinds]} if self.rewinds else {}),
+            **({"rewinds": [[*it[:3], [*map(list, it.skipped)]] for it in self.rewinds]} if self.rewinds else {}),
             "slot_size": self.slot_size,
             "position": self.position,
             "holes": list(self.holes),
             "unable": [[slot, count] for slot, count in sorted(self.unable.items())],
-            "skipped": list(self.given_up),
+            "skipped": list(self.skipped_slots),
             "pending": [[slot, replica_id] for slot, replica_id in self.assignment.items()],
         }
 
@@ -246,7 +246,7 @@ class Ledger:
         self.holes = sorted(slot + part for slot in holes for part in range(0, old, self.slot_size))
         same = old == self.slot_size
         self.unable = Counter({int(slot): int(count) for slot, count in state.get("unable", ())} if same else {})
-        self.given_up = [int(slot) for slot in state.get("skipped", ())]
+        self.skipped_slots = [int(slot) for slot in state.get("skipped", ())]
         self.rewinds = _rewinds_in(state)
         open_assignment = state.get("pending", ()) if keep_assignment and same else ()
         self.assignment = {int(slot): str(replica_id) for slot, replica_id in open_assignment}
@@ -255,8 +255,8 @@ class Ledger:
 def _rewinds_in(state: dict[str, Any]) -> list[Rewound]:
     """Returns the rewinds in a Ledger.state_dict."""
     return [
-        Rewound(int(step), int(spiked), str(reason), tuple((int(first), int(end)) for first, end in left_out))
-        for step, spiked, reason, left_out in state.get("rewinds", ())
+        Rewound(int(step), int(spiked), str(reason), tuple((int(first), int(end)) for first, end in skipped))
+        for step, spiked, reason, skipped in state.get("rewinds", ())
     ]
 
 
@@ -270,7 +270,7 @@ class Phase(Enum):
     BOUNDARY = "between two steps"
     ASKING = "waits for a quorum"
     CONFIGURING = "builds the process group"
-    AGREEING = "waits for all ranks to build it"  # the vote "configured" is cast, its outcome has not arrived
+    CONFIRMING = "waits for all ranks to build it"  # the vote "configured" is cast, its outcome has not arrived
     COMPUTING = "computes and reduces gradients"
     VOTING = "waits for the outcome of the commit vote"
     AWAITING_STATE = "waits for the state that it heals with"
@@ -329,7 +329,7 @@ class StepMachine:
     def __init__(self, config: StepConfig, ledger: Ledger) -> None:
         self.config, self.ledger = config, ledger
         self.phase, self.reason = Phase.BOUNDARY, "nothing has happened"
-        # of the state that this rank has; step: see messages.BRANCH
+        # of the state that this rank has; step: see messages.STEPS_PER_BRANCH
         self.step, self.commit_id, self.commit_quorum_id = 0, "", 0
         self.settled = 0
         self.void = config.restores  # True: it has no complete state, and is neither source nor contributor
@@ -345,7 +345,7 @@ class StepMachine:
         self._leave_at_step: int | None = None  # step at whose commit this group leaves
         self._restored: int | None = None
         # state_dict when the trainer began to go back to a checkpoint, and why, until a state is loaded
-        self._rewinds: tuple[dict[str, Any], str] | None = None
+        self._pending_rewind: tuple[dict[str, Any], str] | None = None
         self._call_number = 0
         self._collective_step = 0  # step of the group's collectives: `step`, or a later one while steps are held
         self._attempt = 0
@@ -376,7 +376,7 @@ class StepMachine:
         match event:
             case _ if phase is Phase.STOPPED:
                 return m.Out((), f"{type(event).__name__} is ignored: this rank {phase.value}")
-            case Outcome():  # AGREEING takes kind "configured", VOTING takes "commit", every phase takes "healed"
+            case Outcome():  # CONFIRMING takes kind "configured", VOTING takes "commit", every phase takes "healed"
                 self._on_outcome(event, now_s)
             case m.Begin() if phase is Phase.BOUNDARY:
                 self._on_begin(now_s)
@@ -395,7 +395,7 @@ class StepMachine:
             case m.HealEnded():
                 self._on_heal_ended(event)
             case m.Skipped(slots):
-                self.ledger.given_up += slots
+                self.ledger.skipped_slots += slots
                 self.reason = "the step is not applied: its slots are skipped"
             case m.Leaving(None):
                 self._leaving, self.reason = True, "leaves after the next commit"
@@ -525,7 +525,7 @@ class StepMachine:
         why = "" if ok else event.reason or self.abort_reason
         vote = Vote(self.config.group_rank, "configured", *self.attempt_id, "yes" if ok else "failed", False, why)
         self._out.append(m.CastVote(vote))
-        self.phase, self.reason = Phase.AGREEING, "the process group is formed" if ok else why
+        self.phase, self.reason = Phase.CONFIRMING, "the process group is formed" if ok else why
 
     # ---- forward, backward, reduction
 
@@ -535,17 +535,17 @@ class StepMachine:
         self.tail = self._failure = None
         self.phase = Phase.COMPUTING
         interval = self.config.digest_interval
-        compares = interval > 0 and (self._collective_step % BRANCH + 1) % interval == 0
+        compares = interval > 0 and (self._collective_step % STEPS_PER_BRANCH + 1) % interval == 0
         self._digest_count = DIGEST_WORDS * len(self.quorum.members) if compares else 0
         self._slots = slots = self.owned_slots()
         self._missing = tuple([slot for slot in slots if slot not in self.contribution.tokens])
         if self._missing:
             self.contribution.reported_unable = False  # the new slots have not been reported
-            self.reason = f"step {self._collective_step % BRANCH}: slots {self._missing}"
+            self.reason = f"step {self._collective_step % STEPS_PER_BRANCH}: slots {self._missing}"
             self._out.append(m.Compute(self._collective_step, self._missing, self._attempt))
             return
         sends = "the kept gradients again" if slots else "zeros, since this group is assigned no slot"
-        self.reason = f"step {self._collective_step % BRANCH}: {sends}"
+        self.reason = f"step {self._collective_step % STEPS_PER_BRANCH}: {sends}"
         if not slots and not self.void and self.quorum.heal:  # not a spare, which announces no change
             self._wants_change = "healed, and has no slots yet"
         self._launch()
@@ -568,7 +568,7 @@ class StepMachine:
         # All others of the quorum heal from this group, or it is the only member and others want to join: its state would be lost with it.
         healing = len(quorum.recover_dst_replica_ranks)
         is_only_holder = healing == len(quorum.members) - 1 and bool(healing or self._wants_change)
-        is_last = self._collective_step % BRANCH + 1 == self._leave_at_step
+        is_last = self._collective_step % STEPS_PER_BRANCH + 1 == self._leave_at_step
         self._leave_announced = is_last or (self._leaving and not is_only_holder)
         if usable := own.usable:
             counts = {slot: own.tokens[slot] if own.tokens[slot] > 0 else UNABLE for slot in slots}
@@ -580,7 +580,7 @@ class StepMachine:
         change = 1.0 if self._wants_change or self._leave_announced else 0.0
         sends_digest = self._digest_count > 0 and not self.void and self.step == self._collective_step
         self._out.append(
-            m.LaunchTail(
+            m.LaunchRemaining(
                 quorum.quorum_id,
                 self._attempt,
                 self._collective_step,
@@ -641,10 +641,10 @@ class StepMachine:
     # ---- the outcome
 
     def _on_outcome(self, outcome: Outcome, now_s: float) -> None:
-        """Handles the group's outcome: on a heal in any phase, on the process group in AGREEING, on a commit in VOTING."""
+        """Handles the group's outcome: on a heal in any phase, on the process group in CONFIRMING, on a commit in VOTING."""
         if outcome.kind == "healed":
             return self._on_healed(outcome, now_s)
-        expected = {Phase.AGREEING: "configured", Phase.VOTING: "commit"}.get(self.phase)
+        expected = {Phase.CONFIRMING: "configured", Phase.VOTING: "commit"}.get(self.phase)
         if outcome.kind != expected or self.attempt_id != (outcome.quorum_id, outcome.attempt, outcome.step):
             return None
         if outcome.kind == "commit" and outcome.verdict == "yes" and not self.void:
@@ -661,7 +661,7 @@ class StepMachine:
             return self._fail(outcome.reason, now_s)
         if outcome.verdict == "retry":
             return self._try_again()
-        if set(outcome.blame) == set(quorum.members):
+        if set(outcome.divergent) == set(quorum.members):
             return self._stop(
                 f"after step {describe_step(self.step)} the groups hold different weights, and no majority has the same"
             )
@@ -686,10 +686,10 @@ class StepMachine:
             self._on_begin(now_s)
         else:
             self._commit(tail)
-        if quorum.participants and quorum.participants[0] in outcome.blame:
+        if quorum.participants and quorum.participants[0] in outcome.divergent:
             # participants[0] writes checkpoints: without a new quorum, which names a different one, the last step might not be saved.
             self.abort_reason = self.abort_reason or "the weights of the group that writes are not those of the others"
-        if quorum.replica_id in outcome.blame and self.phase is Phase.BOUNDARY:  # no group may heal from this state
+        if quorum.replica_id in outcome.divergent and self.phase is Phase.BOUNDARY:  # no group may heal from this state
             self.reason = (
                 f"after step {describe_step(self.step - 1)} the weights of this group are not those of the others"
             )
@@ -725,7 +725,7 @@ class StepMachine:
             self.settled = self.step
             self._out.append(m.Settled(self.step))
         self.step += 1
-        contributions = ",".join([str(round(count)) for count in tail.tokens])  # equal ids imply equal weights
+        contributions = ",".join([str(round(count)) for count in tail.tokens])  # equal ids: the same history
         text = f"{self.commit_id}/{self.step}/{quorum.quorum_id}/{contributions}"
         self.commit_id = hashlib.sha256(text.encode()).hexdigest()[:32]
         self.commit_quorum_id, self._restored = quorum.quorum_id, None
@@ -742,15 +742,15 @@ class StepMachine:
                 quorum_size=len(quorum.members),
                 slots=tuple(zip(contributed, contributors, strict=True)),
                 holes=tuple(self.ledger.holes),
-                left_out=self.ledger.left_out,
-                rewound=self.ledger.begun_by(self.step % BRANCH) if self.ledger.rewinds else None,
+                skipped=self.ledger.newly_skipped,
+                rewound=self.ledger.begun_by(self.step % STEPS_PER_BRANCH) if self.ledger.rewinds else None,
                 held=held,
-                leave=self.step % BRANCH == self._leave_at_step or (self._leave_announced and not held),
+                leave=self.step % STEPS_PER_BRANCH == self._leave_at_step or (self._leave_announced and not held),
             )
         )
         self.contribution = LocalContribution()
         self._retries = 0
-        self.reason = f"step {self.step % BRANCH} is committed"
+        self.reason = f"step {self.step % STEPS_PER_BRANCH} is committed"
         if not self._due:
             self._tail_slots = len(self.ledger.assign(quorum.participants))
         if exhausted_slots and not self.config.skip_unable:
@@ -795,15 +795,15 @@ class StepMachine:
         heal.state = event.state if isinstance(event.state, dict) else {}  # checked: another process sent it
         found = (heal.state.get("step"), heal.state.get("commit_quorum_id"), heal.state.get("commit_id"))
         if event.ok and found == heal.reference:
-            self._vote_on_heal("yes", "", event.blame)
+            self._vote_on_heal("yes", "")
         else:
-            self._vote_on_heal("failed", event.reason or f"the state is {found}", event.blame)
+            self._vote_on_heal("failed", event.reason or f"the state is {found}")
 
-    def _vote_on_heal(self, verdict: Literal["yes", "failed"], reason: str, blame: tuple[str, ...] = ()) -> None:
+    def _vote_on_heal(self, verdict: Literal["yes", "failed"], reason: str) -> None:
         if (heal := self.heal) and not heal.voted:
             heal.voted = True
             rank = self.config.group_rank
-            self._out.append(m.CastVote(Vote(rank, "healed", *heal.attempt_id, verdict, False, reason, blame)))
+            self._out.append(m.CastVote(Vote(rank, "healed", *heal.attempt_id, verdict, False, reason)))
 
     def _on_healed(self, outcome: Outcome, now_s: float) -> None:
         """Takes the outcome of a heal. The state is loaded where all ranks of the group are at the same point: now if they wait only for
@@ -836,7 +836,7 @@ class StepMachine:
         assert self.heal is not None
         heal, self.heal = self.heal, None
         self._load(heal.state, keep_assignment=True)
-        self._rewinds = None
+        self._pending_rewind = None
         self._copied = self.step > 0
         self.settled = min(self.settled, self.step)  # later steps that this group had settled are of another history
         self.void, self._healed_in_generation, self._wants_change = False, True, "healed, and has no slots yet"
@@ -868,8 +868,8 @@ class StepMachine:
         self._load(event.state or initial, keep_assignment=False)
         self.void, self._restored, self._copied = False, self.step, False
         self.reason = f"restored from checkpoint {describe_step(self.step)}"
-        if self._rewinds:
-            self._begin_branch(*self._rewinds)
+        if self._pending_rewind:
+            self._begin_branch(*self._pending_rewind)
         else:
             self.settled = self.step
         if self.phase is Phase.ASKING:
@@ -880,7 +880,7 @@ class StepMachine:
     def _on_rewind(self, why: str) -> None:
         """Gives up the state and the generation. The other groups do so at the same commit; one that holds the step and waits for the
         next one's reduction is interrupted, as the request of the next quorum reports that the generation has failed."""
-        self._rewinds = self.state_dict(), why
+        self._pending_rewind = self.state_dict(), why
         if self.quorum:
             self._out.append(m.AbandonGeneration(self.quorum.quorum_id))
         self._drop_gradients()
@@ -893,9 +893,9 @@ class StepMachine:
         """Makes the restored state the first one of the next branch. Groups that have loaded the same checkpoint get the same commit id;
         of different ones the furthest is the reference, and the others heal. It is settled by the quorum that continues from it: until
         then the group that has made the last step alone may be lost, and the others repeat that step."""
-        self._rewinds, branch, step = None, spiked["step"] // BRANCH + 1, self.step % BRANCH
-        self.ledger.rewind(spiked["ledger"], step, spiked["step"] % BRANCH, why)
-        self.step = branch * BRANCH + step
+        self._pending_rewind, branch, step = None, spiked["step"] // STEPS_PER_BRANCH + 1, self.step % STEPS_PER_BRANCH
+        self.ledger.rewind(spiked["ledger"], step, spiked["step"] % STEPS_PER_BRANCH, why)
+        self.step = branch * STEPS_PER_BRANCH + step
         text = f"{spiked['commit_id']}/{self.step}/{self.commit_id}"
         self.commit_id = hashlib.sha256(text.encode()).hexdigest()[:32]
         self.commit_quorum_id, self._restored = 0, None

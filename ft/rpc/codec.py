@@ -25,7 +25,7 @@ from ft.rpc.generated import pharos_pb2, torchft_pb2
 T = TypeVar("T")
 P = TypeVar("P", bound=Message)
 
-WIRE_TYPES: dict[type[Any], Any] = {m.Timeouts: pharos_pb2.Times, m.JobLimits: pharos_pb2.Terms}
+WIRE_TYPES: dict[type[Any], Any] = {m.Timeouts: pharos_pb2.Times}
 MAX_TEXT = 512  # characters of an id, an address, a digest
 MAX_REASON = 4 << 10
 MAX_TEXTS = {"reason": MAX_REASON, "data": 64 << 10, "checkpoint_metadata": 64 << 10}  # by field
@@ -34,7 +34,7 @@ MAX_DIGESTS = 256  # digests in a fingerprint
 MAX_NAMED = 65_536  # members blamed by one request or report
 MAX_LINE = 500  # characters of a line that the dashboard shows
 # legal Happened.lane: a failed step, divergent weights, a failed write, changed settings
-LANES = ("commit", "corruption", "storage", "branch")
+LANES = ("commit", "corruption", "storage", "settings")
 ORDERS = ("drain", "kill")  # legal Order.kind
 REPORT_BYTES = ("healed_bytes", "heal_done_bytes", "heal_total_bytes")
 NOTICES = {field.name: getattr(m, field.message_type.name) for field in pharos_pb2.Notice.DESCRIPTOR.fields}

@@ -40,7 +40,7 @@ Forms the quorums of a job of replica groups. A number after the last semicolon 
   --takeover_s S|never       silence of all members of the last quorum after which other groups may continue; 30
   --stall_s S                wait of any member, at least five median steps, for a group, which is then lost; shorter if most wait; 60
   --num_replica_groups N     intended number of groups, for information, 0: unknown; 0
-  --lower_terms              let --min_replicas, --takeover_s and --num_replica_groups be lower than the state file's
+  --lower_limits             let --min_replicas, --takeover_s and --num_replica_groups be lower than the state file's
   --token_file FILE          file with the job's token (else PHAROS_TOKEN); calls without the token are refused
   --tls_cert FILE --tls_key FILE --tls_ca FILE   PEM; with --tls_ca clients need a certificate of that authority
   --insecure                 without a token, listen where others can reach it
@@ -55,7 +55,7 @@ class LighthouseOptions:
     at: Sequence[Endpoint]  # addresses of gRPC
     access: Access = field(default_factory=Access)
     state: Path | None = None  # state file
-    lower_terms: bool = False  # True: the config's limits apply even where the state file's are higher
+    lower_limits: bool = False  # True: the config's limits apply even where the state file's are higher
     recover: bool = False  # True: learn the state of the job from its running groups
     http: Sequence[Endpoint] = ()  # addresses of the dashboard; empty: no dashboard
     http_asked: bool = False  # True: --http is given, so a used port is an error; False: then there is no dashboard
@@ -114,7 +114,7 @@ def read_options(
     for place in http if given.http else ():
         try_to_listen(place, "--http")
     state = _state_path(given.state_file, at[0].port, given.recover, try_to_write)  # last: it may create the folder
-    return LighthouseOptions(config, at, access, state, given.lower_terms, given.recover, http, given.http is not None)
+    return LighthouseOptions(config, at, access, state, given.lower_limits, given.recover, http, given.http is not None)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -132,7 +132,7 @@ def parser() -> argparse.ArgumentParser:
     add("--takeover_s", type=lambda text: None if text == "never" else _seconds(text, ", or never"), default=30.0)
     add("--stall_s", type=_seconds, default=60.0)
     add("--num_replica_groups", type=_whole(0, 1 << 20), default=0)
-    add("--lower_terms", action="store_true")
+    add("--lower_limits", "--lower_terms", action="store_true")  # the second: its former name
     for name in ("--token_file", "--tls_cert", "--tls_key", "--tls_ca"):
         add(name, type=Path)
     add("--insecure", action="store_true")

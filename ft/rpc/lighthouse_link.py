@@ -26,7 +26,7 @@ LEAVE_S = 1.0  # timeout of Leave
 REOPEN_S = (0.2, 0.6)  # range of the pause before the stream is reopened
 log = logging.getLogger("pharos.group")
 
-_REFUSALS: dict[grpc.StatusCode, m.Refusal] = {
+_REFUSALS: dict[grpc.StatusCode, m.RefusalCode] = {
     grpc.StatusCode.ABORTED: "LOST",
     grpc.StatusCode.INVALID_ARGUMENT: "INVALID_ARGUMENT",
     grpc.StatusCode.ALREADY_EXISTS: "ALREADY_EXISTS",
@@ -145,12 +145,12 @@ class PharosConnection(LighthouseConnection):
         if which == "restore":
             return m.LighthouseRequiresRestore(reply.restore.settled)
         times = codec.from_message(m.Timeouts, reply.times) if reply.HasField("times") else None
-        terms = codec.from_message(m.JobLimits, reply.terms) if reply.HasField("terms") else None
+        limits = codec.from_message(m.JobLimits, reply.limits) if reply.HasField("limits") else None
         quorum = static_quorum.complete(reply.same) if which == "same" else codec.quorum_from(reply.quorum)
         if self._quorum is None or quorum.quorum_id >= self._quorum.quorum_id:
             self._static_quorum = static_quorum if which == "same" else codec.StaticQuorum.of(quorum)
             self._quorum = quorum
-        return m.LighthouseAnswered(quorum, times, terms)
+        return m.LighthouseAnswered(quorum, times, limits)
 
     async def leave(self, replica_id: str, *, clean: bool, reason: str, finished: bool = False) -> None:
         leave = codec.to_message(m.Leave(replica_id, clean, reason[:500], finished)).SerializeToString()

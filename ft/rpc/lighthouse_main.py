@@ -92,7 +92,7 @@ async def serve(
         state_writer=state_writer,
         saved=saved and reserved(saved),
         fresh=not options.recover,
-        lower_terms=options.lower_terms,
+        lower_limits=options.lower_limits,
         observer=observer,
     )
     server = Server(options.access, service.routes, options.at)

@@ -54,16 +54,16 @@ class LighthouseService:
         state_writer: state_file.StateFileWriter | None = None,
         saved: m.PersistentState | None = None,
         fresh: bool = True,
-        lower_terms: bool = False,
+        lower_limits: bool = False,
         observer: Observer | None = None,
     ) -> None:
         epoch = uuid.uuid4().hex[:12]
         self.machine = LighthouseMachine(
-            config, now_s(), epoch=epoch, saved=saved, fresh=fresh, lower_terms=lower_terms
+            config, now_s(), epoch=epoch, saved=saved, fresh=fresh, lower_limits=lower_limits
         )
         self.config, self.state_writer, self.max_waiting = self.machine.config, state_writer, MAX_WAITING
-        if config.terms != (terms := self.config.terms):
-            log.warning("--lower_terms is not given, so the job keeps its limits: %s, not %s", terms, config.terms)
+        if config.limits != (limits := self.config.limits):
+            log.warning("--lower_limits is not given, so the job keeps its limits: %s, not %s", limits, config.limits)
         self.streams: dict[str, Outbox] = {}  # by replica_id
         self.reports: dict[str, Any] = {}  # replica_id -> newest pharos_pb2.Report of its open stream
         self.issued = self.lost = self.refused = 0  # counts, for /metrics
@@ -77,7 +77,7 @@ class LighthouseService:
         self._static_quorum = codec.StaticQuorum()  # that of _static_quorum_of
         self._static_quorum_of: m.Quorum | None = None
         self._observer, self._logged_reason, self._logged_id = observer, "", 0
-        self._limits = {"times": codec.to_message(self.config.times), "terms": codec.to_message(self.config.terms)}
+        self._limits = {"times": codec.to_message(self.config.times), "limits": codec.to_message(self.config.limits)}
         # A group holds back commits after takeover_s / 2 without an answered heartbeat: here four answers in a row may be lost.
         self._answer_every_s = (self.config.times.takeover_s or 30.0) / 12
         handlers: dict[type[m.Effect], Callable[[Any], asyncio.Future[None] | None]] = {

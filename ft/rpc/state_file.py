@@ -64,10 +64,10 @@ def _check(saved: m.PersistentState) -> None:
     with suppress(ImportError):  # run_lighthouse.sh checks flags and this file before it installs protobuf
         from ft.rpc import codec
 
-        for part in filter(None, (saved.terms, saved.quorum)):
+        for part in filter(None, (saved.limits, saved.quorum)):
             codec.to_message(part)  # raises TypeError for a field of a wrong type
-    if saved.terms and (saved.terms.min_replicas < 1 or not 0 < (saved.terms.takeover_s or 1.0) < math.inf):
-        raise ValueError(f"out of range: {saved.terms}")
+    if saved.limits and (saved.limits.min_replicas < 1 or not 0 < (saved.limits.takeover_s or 1.0) < math.inf):
+        raise ValueError(f"out of range: {saved.limits}")
     if quorum := saved.quorum:
         if list(map(type, quorum.reference)) != [int, int, str]:
             raise ValueError(f"invalid reference {quorum.reference}")

@@ -40,7 +40,7 @@ from ft.manager import Manager
 from ft.seam import DataAssignment
 from ft.start import SoloManager, open_manager
 from models import llama, ops
-from parallelisms.layout import Precision
+from parallelisms.execution import Precision
 from parallelisms.mesh import TP, build_mesh
 from parallelisms.parallelize import parallelize
 from tests.dryrun import accelerator
@@ -113,7 +113,7 @@ class Run(train.Run):
         lighthouse = LighthouseServer("127.0.0.1:0", 1)
         self.cleanup.callback(lighthouse.shutdown)
         folder = self.cleanup.enter_context(TemporaryDirectory())
-        with mock.patch("ft.start.process_group", lambda *_: ProcessGroupDummy()):
+        with mock.patch("ft.start.make_process_group", lambda *_: ProcessGroupDummy()):
             manager = open_manager(
                 replace(self.config.fault_tolerance, enable=True, min_replica_size=1),
                 Environment(lighthouse=lighthouse.address(), num_replica_groups=1),
@@ -125,7 +125,7 @@ class Run(train.Run):
         self.cleanup.callback(manager.close)
         manager.attach(self.model.parts)
         gradients, said = manager.gradients, list[tuple[float, ...]]()
-        launch, wait = gradients.launch_tail, gradients.wait
+        launch, wait = gradients.launch_remaining, gradients.wait
 
         def launch_and_keep(tail: Sequence[float], **options: bool) -> None:
             said.append(tuple(tail))
@@ -136,7 +136,7 @@ class Run(train.Run):
             wait()
             return said[-1]
 
-        gradients.launch_tail, gradients.wait = launch_and_keep, wait_and_tell  # type: ignore[method-assign]
+        gradients.launch_remaining, gradients.wait = launch_and_keep, wait_and_tell  # type: ignore[method-assign]
         return manager
 
     def compute_step(self, assignment: DataAssignment, batches: Iterator[Batch] | None = None) -> train.LocalStep:

@@ -34,7 +34,7 @@ MIXTURE = CONFIG.replace('dataset = "files"\ndataset_path = "text/*.txt"', 'data
     "warmup_steps = 2", "warmup_steps = 2\ntotal_steps = 1000000"
 )
 WEIGHTS = "[{path = 'stores/a', weight = %s}, {path = 'stores/b', weight = %s}]"
-BRANCH = 11  # the first step after the short run
+CHANGED_AT = 11  # the first step after the short run
 FRONTIER = 20  # its position
 CASES = {
     # the update rule
@@ -126,7 +126,7 @@ def short_run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
             write_jsonl(folder / f"{name}.jsonl", [f"{name} {number} " * 9 for number in range(200)])
             assert prepare_data.main([f"{name}.jsonl", "--out", f"stores/{name}", "--processes=1"]) == 0
         (folder / "tiny.toml").write_text(MIXTURE.replace("[lr", f"sources = {WEIGHTS % (3.0, 1.0)}\n\n[lr"))
-        Launch("short", f"--training.steps={BRANCH - 1}").end()
+        Launch("short", f"--training.steps={CHANGED_AT - 1}").end()
         yield folder
 
 
@@ -161,17 +161,17 @@ def state(run: Path, step: int) -> dict[str, Any]:
     return digests | {key: ledger[key] for key in ("position", "holes", "skipped")}
 
 
-def assert_branch(run: Path, case: str) -> None:
-    """The branch is in the record once, which is exact, and the settings are saved."""
+def assert_changed(run: Path, case: str) -> None:
+    """The change is in the record once, which is exact, and the settings are saved."""
     key, value = CASES[case]
-    assert [row["step"] for row in rows(run) if key in row.get("branch", {})] == [BRANCH]
+    assert [row["step"] for row in rows(run) if key in row.get("changed", {})] == [CHANGED_AT]
     samples = read(run / "samples.jsonl")
     proof = prove(samples)
-    assert [row.step for row in samples if key in row.branch] == [BRANCH] and proof.exact, proof.wrong
+    assert [row.step for row in samples if key in row.changed] == [CHANGED_AT] and proof.exact, proof.wrong
     assert proof.skipped == ([Range(24, 28)] if case == "skip" else [])
-    assert any(f"branch: from step {BRANCH} on {key} " in line for line in sentences(samples, proof))
+    assert any(f"settings changed from step {CHANGED_AT} on: {key} " in line for line in sentences(samples, proof))
     if case == "lr":
-        assert all((row["lr"] <= float(value)) == (row["step"] >= BRANCH) for row in rows(run) if row["step"] > 5)
+        assert all((row["lr"] <= float(value)) == (row["step"] >= CHANGED_AT) for row in rows(run) if row["step"] > 5)
     table, _, name = key.rpartition(".")
     assert (run / "config.toml").read_text().partition(f"[{table}]")[2].count(f"\n{name} = {value[:2]}") == 1
 
@@ -194,15 +194,15 @@ def test_one_group(start: Callable[..., Launch], case: str, capsys: pytest.Captu
         assert f"from the next step on: {allow}" in refused.end(code=2)
         assert (run / "config.toml").read_bytes() == saved
     killed = start(run.name, "--training.steps=100000", change, allow)
-    killed.until_step(BRANCH + 2)
+    killed.until_step(CHANGED_AT + 2)
     killed.kill()
-    assert killed.text.count(f"branch: from the next step on {key} ") == 1
+    assert killed.text.count(f"settings changed from the next step on: {key} ") == 1
     epoch = f"data: a new epoch begins at sequence {FRONTIER}; " in killed.text
     assert epoch is (case in ("seq_len", "sources", "seed", "documents-left-out"))
     last = (newest(run) // 10 + 1) * 10
     resumed = start(run.name, f"--training.steps={last}", change, allow)
-    assert "branch:" not in resumed.end(), "the same command is no second branch"
-    assert_branch(run, case)
+    assert "settings changed" not in resumed.end(), "the same command is no second change"
+    assert_changed(run, case)
 
     if case == "documents-left-out":
         assert show_data.main([f"outputs/{run.name}", f"0-{FRONTIER + 500}"]) == 0
@@ -221,7 +221,7 @@ def test_two_groups(start_group: Callable[..., Launch], case: str):
     key, value = CASES[case]
     run, change = copy(f"{case}-2"), f"--{key}={value}"
     last = two_groups(start_group, run.name, change, f"--resume.allow={key}")
-    assert_branch(run, case)
+    assert_changed(run, case)
 
     other = copy(f"{run.name}-copy", run)
     start_group("calm", other.name, change, f"--training.steps={last}").end()
@@ -233,10 +233,10 @@ def two_groups(start_group: Callable[..., Launch], *argv: str) -> int:
     argv = (*argv, "--training.steps=100000")
     first, killed = (start_group(group, *argv) for group in ("0", "1"))
     for group in (first, killed):
-        group.until_step(BRANCH + 1)
+        group.until_step(CHANGED_AT + 1)
     killed.kill()
     again = start_group("1", *argv)
-    again.until_step(BRANCH + 1)
+    again.until_step(CHANGED_AT + 1)
     for group in (first, again):
         group.process.terminate()
     for group in (first, again):
@@ -252,11 +252,11 @@ def test_a_run_that_continues_the_data_of_another(
     argv = (name, f"{key}_path=outputs/short/checkpoint/step-10", f"{key}_model_only=false")
     if groups == 1:
         killed = start(*argv, "--training.steps=100000")
-        killed.until_step(BRANCH + 2)
+        killed.until_step(CHANGED_AT + 2)
         killed.kill()
-        start(*argv, f"--training.steps={BRANCH + 100}").end()
+        start(*argv, f"--training.steps={CHANGED_AT + 100}").end()
     else:
         two_groups(start_group, *argv)
     rows = read(Path("outputs") / name / "samples.jsonl")
-    assert rows[0].step == BRANCH and rows[0].begin == RunBegin(FRONTIER)
+    assert rows[0].step == CHANGED_AT and rows[0].begin == RunBegin(FRONTIER)
     assert prove(rows).exact and not any(row.begin for row in rows[1:])

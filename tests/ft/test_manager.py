@@ -249,7 +249,7 @@ def test_a_stranger_reaches_no_sum_and_costs_one_forming(kind: type[ProcessGroup
         refused.set()
         assert isinstance(stranger.error, BadInput), stranger.error
         assert "rank 2 differs from the job in optimizer.lr" in str(stranger.error)
-        assert not stranger.seen_of(m.LaunchTail)
+        assert not stranger.seen_of(m.LaunchRemaining)
         for rank in finish(*ranks):
             assert {size for _, size, _ in rank.commits} == {2}
             assert len(rank.seen_of(m.AbandonGeneration)) == 1
@@ -288,11 +288,11 @@ def test_gradients_that_cannot_be_summed_are_an_error_each_time_and_no_hang():
 
     def fails_once(rank: Rank, step: int) -> None:
         if step == 2:
-            launch, rank.manager.gradients.launch_tail = rank.manager.gradients.launch_tail, cannot  # type: ignore[method-assign]
+            launch, rank.manager.gradients.launch_remaining = rank.manager.gradients.launch_remaining, cannot  # type: ignore[method-assign]
             for _ in range(2):
                 with pytest.raises(RuntimeError, match="cannot be reduced"):
                     rank.train_step()
-            rank.manager.gradients.launch_tail = launch  # type: ignore[method-assign]
+            rank.manager.gradients.launch_remaining = launch  # type: ignore[method-assign]
 
     def cannot(*args: object, **more: object) -> None:
         raise RuntimeError("a gradient that cannot be reduced")

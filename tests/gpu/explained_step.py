@@ -15,7 +15,7 @@ import torch
 from models import llama
 from parallelisms.activation_checkpoint import ActivationCheckpointConfig
 from parallelisms.distributed import CommConfig, process_group
-from parallelisms.layout import ExecutionConfig, Precision
+from parallelisms.execution import ExecutionConfig, Precision
 from parallelisms.mesh import build_mesh
 from parallelisms.parallelize import parallelize
 from tests.multiproc.test_explain import explained

@@ -42,7 +42,7 @@ def over_group() -> Iterator[Heal]:
             transport = PgTransport(lambda: QueueGroup(wires), "127.0.0.1", "j")
             for end in (source, transport):
                 stack.callback(end.close)
-            source.offer(group.snapshot(), quorum_id=3, step=7, joiners=["j"])
+            source.offer(group.view(), quorum_id=3, step=7, joiners=["j"])
             heal_over_group(source, transport, joiner)
 
         yield over
@@ -77,9 +77,9 @@ def test_what_was_queued_before_the_offer_is_in_it_and_what_computes_after_it_ho
     with ExitStack() as stack:
         world = World(stack)
         source = world.source(group)
-        snapshot = joiner.snapshot()
+        view = joiner.view()
         spun = spin(30.0)  # the forward of the step that the source goes on with
-        received = world.transport("j").fetch([StateSource("a", source.address)], snapshot, quorum_id=3, step=7)
+        received = world.transport("j").fetch([StateSource("a", source.address)], view, quorum_id=3, step=7)
         assert not spun.query(), "healing waited for the stream that computes"
         joiner.state.load(received)
         with torch.cuda.stream(torch.cuda.Stream()):

@@ -37,7 +37,7 @@ class World:
 
     def source(self, group: Group, name: str = "a", config: HealConfig | None = None, **offer: Any) -> HttpTransport:
         transport = self.transport(name, config=config)
-        transport.offer(group.snapshot(), **({"quorum_id": 3, "step": 7, "joiners": ["j"]} | offer))
+        transport.offer(group.view(), **({"quorum_id": 3, "step": 7, "joiners": ["j"]} | offer))
         return transport
 
     def proxy(self, to: Any, spoil: Spoil, asked: Callable[[bytes], Any] = lambda data: None) -> Proxy:
@@ -62,7 +62,7 @@ def heal(
 ) -> None:
     """As a joiner does it: fetch, then load."""
     named = [StateSource(f"source-{i}", source.address) for i, source in enumerate(sources)]
-    group.state.load(joiner.fetch(named, group.snapshot(), quorum_id=quorum_id, step=step, progress=progress))
+    group.state.load(joiner.fetch(named, group.view(), quorum_id=quorum_id, step=step, progress=progress))
 
 
 def commit(group: Group) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ft.healing.capture import StateRegistry, StateSnapshot
+from ft.healing.capture import StateRegistry, StateView
 from ft.healing.format import CHUNK_BYTES
 
 WORDS = CHUNK_BYTES // 4  # fp32 numbers in a chunk
@@ -27,8 +27,8 @@ class Group:
                 name, lambda name=name: self.values[name], lambda it, name=name: self._load(name, it)
             )
 
-    def snapshot(self) -> StateSnapshot:
-        return self.state.snapshot()
+    def snapshot(self) -> StateView:
+        return self.state.view()
 
     def _load(self, name: str, value: Any) -> None:
         self.loaded[name] = value

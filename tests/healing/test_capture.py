@@ -20,7 +20,7 @@ from tests.healing.states import WORDS, Group, equal, large
 
 def copy_over(source: Group, joiner: Group) -> dict[str, Any]:
     """A heal without a wire: what the source's chunks hold, where the joiner wants them."""
-    offered, into = source.snapshot(), joiner.snapshot()
+    offered, into = source.view(), joiner.view()
     theirs = StateManifest.parse(offered.manifest.encode())
     give, take = offered.body(), into.body_for(theirs)
     ours, other = StagingBuffer(give), StagingBuffer(take)
@@ -84,7 +84,7 @@ def test_shared_storage():
 
 
 def test_large_chunks_are_the_tensors_memory():
-    body = large(1, chunks=10).snapshot().body()
+    body = large(1, chunks=10).view().body()
     in_place = [chunk for chunk in range(body.manifest.chunks) if body.direct(chunk, chunk) is not None]
     assert in_place == list(range(1, 9))  # the first and last hold small tensors, too
     assert len(body.direct(2, 4) or b"") == 3 * CHUNK_BYTES and body.direct(0, 4) is None
@@ -100,7 +100,7 @@ def test_other_shapes_dtypes_and_names_are_refused_before_a_byte_is_written():
         ({"m": {"a": torch.zeros(3), "b": torch.zeros(2)}, "n": 1}, "not registered by both: n"),
     ):
         with pytest.raises(FormatError, match=words):
-            Group(other).snapshot().body_for(source.snapshot().manifest)
+            Group(other).view().body_for(source.view().manifest)
 
 
 @pytest.mark.parametrize(
@@ -114,7 +114,7 @@ def test_other_shapes_dtypes_and_names_are_refused_before_a_byte_is_written():
 )
 def test_tensors_without_memory_of_their_own_are_refused_by_name(tensor: torch.Tensor):
     with pytest.raises(FormatError, match=r"^x/0: "):
-        Group({"x": [tensor]}).snapshot()
+        Group({"x": [tensor]}).view()
 
 
 def test_registration():
@@ -150,7 +150,7 @@ def test_a_model_and_its_optimizer_heal_to_the_same_steps():
     train(model, optimizer)
     other, its_optimizer, its_state = rank(2)
     init_optim_state(its_optimizer)
-    offered, into = state.snapshot(), its_state.snapshot()
+    offered, into = state.view(), its_state.view()
     take, give = into.body_for(offered.manifest), offered.body()
     staging = StagingBuffer(give)
     staging.view[:] = bytes(CHUNK_BYTES)
@@ -204,8 +204,8 @@ def test_only_local_shards_of_dtensors(tmp_path: Any):
 
 def test_staging_leaves_no_old_bytes_between_tensors():
     """What lies between tensors is zero, whatever the buffer held: equal states have equal bytes."""
-    snapshot = Group({"x": [torch.ones(3), torch.ones(5)]}).snapshot()
-    body = snapshot.body()
+    view = Group({"x": [torch.ones(3), torch.ones(5)]}).view()
+    body = view.body()
     staging = StagingBuffer(body)
     staging.bytes.fill_(255)
     data = bytes(body.read(0, staging))
@@ -214,10 +214,10 @@ def test_staging_leaves_no_old_bytes_between_tensors():
 
 def test_a_body_waits_for_what_was_queued_at_its_snapshot():
     """A joiner's body is made by the thread that fetches, behind the forward that has been queued since."""
-    snapshot = replace(Group({"x": [torch.ones(3)]}).snapshot(), ready="recorded then")
+    view = replace(Group({"x": [torch.ones(3)]}).view(), ready="recorded then")
     with ThreadPoolExecutor(1) as threads:
-        assert threads.submit(snapshot.body).result().ready == "recorded then"
-        assert threads.submit(snapshot.body_for, snapshot.manifest).result().ready == "recorded then"
+        assert threads.submit(view.body).result().ready == "recorded then"
+        assert threads.submit(view.body_for, view.manifest).result().ready == "recorded then"
 
 
 def test_a_thread_that_copies_is_on_the_devices_own_gpu_first():

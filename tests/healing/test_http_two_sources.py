@@ -36,7 +36,7 @@ def test_two_sources_share_the_work(world: World):
     sources = [world.proxy(world.source(group, name), as_it_is, bodies(2, lambda: both.wait(30))) for name in "ab"]
     heal(world.transport("j"), joiner, *sources)
     assert equal(joiner.loaded, group.values)
-    total = group.snapshot().manifest.total_bytes
+    total = group.view().manifest.total_bytes
     assert all(MIB <= proxy.passed < total for proxy in sources), [proxy.passed for proxy in sources]
 
 

@@ -107,13 +107,13 @@ def pair(
     wires: dict[str, Wire] = {}
     source = PgTransport(lambda: QueueGroup(wires), "127.0.0.1", "a", config)
     joiner = PgTransport(lambda: QueueGroup(wires, spoil, patience_s), "127.0.0.1", "j", config)
-    source.offer(group.snapshot(), quorum_id=3, step=7, joiners=["j"])
+    source.offer(group.view(), quorum_id=3, step=7, joiners=["j"])
     return source, joiner
 
 
 def heal(source: PgTransport, transport: PgTransport, joiner: Group, **asked: int) -> None:
     given = {"quorum_id": 3, "step": 7} | asked
-    joiner.state.load(transport.fetch([StateSource("a", source.address)], joiner.snapshot(), **given))
+    joiner.state.load(transport.fetch([StateSource("a", source.address)], joiner.view(), **given))
 
 
 def flip(*tags: int, always: bool = False) -> Callable[[int, torch.Tensor], None]:
@@ -142,7 +142,7 @@ def test_a_wire_that_always_flips_is_given_up():
     source, transport = pair(group, spoil=flip(always=True))
     with pytest.raises(HealFailed, match="damaged on the way, 3 times") as failed:
         heal(source, transport, joiner)
-    assert failed.value.touched and failed.value.blame == ("a",) and not joiner.loaded
+    assert failed.value.touched and failed.value.failed_sources == ("a",) and not joiner.loaded
     heal(source, transport, joiner)  # the request is repeated, and now nothing flips
     assert equal(joiner.loaded, group.values) and source.fence() is Fenced.FREE
 
@@ -154,11 +154,11 @@ def test_two_sources_and_one_is_enough(gone: bool):
     sources = [PgTransport(lambda: QueueGroup(wires), "127.0.0.1", name, PATIENT) for name in "ab"]
     transport = PgTransport(lambda: QueueGroup(wires, patience_s=0.5), "127.0.0.1", "j")
     for source in sources:
-        source.offer(group.snapshot(), quorum_id=3, step=7, joiners=["j"])
+        source.offer(group.view(), quorum_id=3, step=7, joiners=["j"])
     if gone:
         sources[0].close()
     named = [StateSource(name, source.address) for name, source in zip("ab", sources, strict=True)]
-    joiner.state.load(transport.fetch(named, joiner.snapshot(), quorum_id=3, step=7))
+    joiner.state.load(transport.fetch(named, joiner.view(), quorum_id=3, step=7))
     assert equal(joiner.loaded, group.values)
     assert [source.fence() for source in sources] == [Fenced.FREE] * 2
     assert len(wires) == 1 + gone
@@ -170,7 +170,7 @@ def test_requests_of_an_older_quorum_are_swept():
     heal(source, transport, joiner)
     quorums = lambda: {key.split("/")[1] for key in source._store.list_keys() if key.startswith("heal/")}  # noqa: E731
     assert quorums() == {"3"}
-    source.offer(group.snapshot(), quorum_id=4, step=7, joiners=["j"])
+    source.offer(group.view(), quorum_id=4, step=7, joiners=["j"])
     heal(source, transport, joiner, quorum_id=4)
     assert quorums() == {"4"}
 
@@ -179,7 +179,7 @@ def test_a_source_of_another_transport():
     _, transport = pair(large(1, chunks=2))
     named = [StateSource("a", "http://127.0.0.1:1/")]
     with pytest.raises(HealFailed, match="must be host:port/prefix") as failed:
-        transport.fetch(named, large(2, chunks=2).snapshot(), quorum_id=3, step=7)
+        transport.fetch(named, large(2, chunks=2).view(), quorum_id=3, step=7)
     assert not failed.value.touched and not failed.value.layout_mismatch
 
 
@@ -246,7 +246,7 @@ def test_a_fetch_can_be_stopped():
     gate.set()
     with pytest.raises(HealFailed, match="the quorum has failed") as failed:
         healing.result(30)
-    assert failed.value.touched and not failed.value.blame and not joiner.loaded
+    assert failed.value.touched and not failed.value.failed_sources and not joiner.loaded
     source.close()
 
 
@@ -278,7 +278,7 @@ def over_gloo(leaves: bool) -> Any:
     dist.broadcast_object_list(address)
     try:
         if dist.get_rank() == 0:
-            transport.offer(source.snapshot(), quorum_id=3, step=7, joiners=["j"])
+            transport.offer(source.view(), quorum_id=3, step=7, joiners=["j"])
             if leaves:
                 dist.barrier()
                 transport.close()
@@ -286,12 +286,10 @@ def over_gloo(leaves: bool) -> Any:
             dist.barrier()
             return transport.fence().name
         try:
-            values = transport.fetch(
-                [StateSource("a", *address)], joiner.snapshot(), quorum_id=3, step=7, progress=meet
-            )
+            values = transport.fetch([StateSource("a", *address)], joiner.view(), quorum_id=3, step=7, progress=meet)
             return equal(values, source.values)
         except HealFailed as failed:
-            return failed.touched, failed.blame
+            return failed.touched, failed.failed_sources
         finally:
             dist.barrier()
     finally:

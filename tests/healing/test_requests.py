@@ -109,7 +109,7 @@ def test_any_reply(data: bytes):
 @pytest.fixture(scope="module")
 def server() -> Iterator[HttpTransport]:
     transport = HttpTransport("127.0.0.1", "a", ACCESS)
-    transport.offer(large(1, chunks=10).snapshot(), quorum_id=3, step=7, joiners=["j"])
+    transport.offer(large(1, chunks=10).view(), quorum_id=3, step=7, joiners=["j"])
     yield transport
     transport.close()
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from models import llama
 from parallelisms.activation_checkpoint import ActivationCheckpointConfig
-from parallelisms.layout import ExecutionConfig
+from parallelisms.execution import ExecutionConfig
 from parallelisms.mesh import ParallelismConfig, build_mesh, degrees
 from parallelisms.parallelize import parallelize
 from tests.multiproc.pool import Pool

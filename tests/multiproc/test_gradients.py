@@ -49,7 +49,7 @@ def steps_of(kind: str, keep: bool, dtype: torch.dtype, *, dies: bool, quantized
             dist.barrier()  # who gives up at once would fail the others while they still connect
             if dies and attempt == 0:
                 lose(group, gradients, launches=rank != 2)
-        gradients.launch_tail([1.0, float(rank)])
+        gradients.launch_remaining([1.0, float(rank)])
         assert gradients.wait() == (3.0, 3.0)
         gradients.deliver()
         sums.append(digest([parameter.grad for parameter in model.parameters() if parameter.grad is not None]))
@@ -72,7 +72,7 @@ def lose(group: ProcessGroup, gradients: Gradients, *, launches: bool) -> None:
     """Of the members one never launches what is left: no sum of the last bucket comes."""
     if not launches:
         group.interrupt("this member is lost")
-    gradients.launch_tail([1.0, 0.0])
+    gradients.launch_remaining([1.0, 0.0])
     dist.barrier()
     group.interrupt("a member is lost")  # as the notice does: a reset connection alone does not wake everybody
     try:
@@ -163,7 +163,7 @@ def sharded() -> list[tuple[int, bool]]:
             between.abandon("lost", then=gradients.abandon())
             between.configure(f"{store}{shard}/again", mine, 2)
             gradients.begin_attempt(between, 2)
-        gradients.launch_tail([1.0])
+        gradients.launch_remaining([1.0])
         assert gradients.wait() == (2.0,)
         gradients.deliver()
         whole(inputs.flatten(0, 2)).square().sum().backward()
@@ -215,7 +215,7 @@ def partial_sum() -> str:
     gradients.attach([parameter])
     gradients.begin_attempt(ProcessGroupDummy(), 1)
     try:
-        gradients.launch_tail([1.0])
+        gradients.launch_remaining([1.0])
     except RuntimeError as error:
         return str(error)
     return "nothing was raised"

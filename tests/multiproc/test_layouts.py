@@ -17,8 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from models import llama
 from parallelisms.activation_checkpoint import ActivationCheckpointConfig
+from parallelisms.execution import CompileConfig, ExecutionConfig, Precision
 from parallelisms.fsdp import NoOpReduceScatter, reshard_all
-from parallelisms.layout import CompileConfig, ExecutionConfig, Precision
 from parallelisms.mesh import ParallelismConfig, build_mesh, degrees
 from parallelisms.parallelize import Parallelized, parallelize
 from tests.multiproc.pool import Pool

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from models import llama
 from parallelisms.activation_checkpoint import ActivationCheckpointConfig
-from parallelisms.layout import ExecutionConfig, Precision
+from parallelisms.execution import ExecutionConfig, Precision
 from parallelisms.mesh import ParallelismConfig, degrees
 from parallelisms.pipeline_schedule import cell_text, table
 from tests.multiproc.pool import Pool

@@ -199,7 +199,7 @@ def fork_server() -> Iterator[ForkServer]:
 
 
 def is_forked(child: Child) -> bool:
-    return "ft.process_groups.baby_worker" in Path(f"/proc/{child.pid}/cmdline").read_text()
+    return "ft.process_groups.fork_server_main" in Path(f"/proc/{child.pid}/cmdline").read_text()
 
 
 def test_what_a_scheduler_sends_to_every_process_ends_no_child(fork_server: ForkServer):

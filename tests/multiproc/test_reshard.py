@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from ft import SoloManager
 from models import llama
 from models.init import draw
-from parallelisms.layout import ExecutionConfig
+from parallelisms.execution import ExecutionConfig
 from parallelisms.mesh import MeshCoordinate, ParallelismConfig, degrees
 from tests.multiproc.pool import Pool
 from tests.multiproc.test_layouts import on_cpu

@@ -22,7 +22,7 @@ from ft.process_groups.gloo import ProcessGroupGloo
 from ft.protocol import messages as m
 from ft.rpc.access import Access
 from models import llama, moe
-from parallelisms.layout import ExecutionConfig, Precision
+from parallelisms.execution import ExecutionConfig, Precision
 from parallelisms.mesh import ParallelismConfig
 from parallelisms.parallelize import Parallelized
 from tests.multiproc.pool import Pool

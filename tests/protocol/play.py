@@ -52,7 +52,7 @@ SHORT = {  # the lighthouse's reasons, of which transcripts are full
 
 def of_branch(step: int) -> str:
     """A step: "7", or "1/7" of branch 1."""
-    return f"{step // m.BRANCH}/{m.step_of(step)}" if step >= m.BRANCH else str(step)
+    return f"{step // m.STEPS_PER_BRANCH}/{m.step_of(step)}" if step >= m.STEPS_PER_BRANCH else str(step)
 
 
 def show(value: Any) -> str:
@@ -183,7 +183,7 @@ class LighthousePlayer(Player):
     def __init__(self, kind: str = "pharos", **config: Any) -> None:
         super().__init__()
         self.kind: Any = kind
-        start = {name: config.pop(name) for name in ("saved", "fresh", "lower_terms") if name in config}
+        start = {name: config.pop(name) for name in ("saved", "fresh", "lower_limits") if name in config}
         self.machine = LighthouseMachine(
             _config(LighthouseConfig, **config), 0.0, epoch="job", **{"fresh": True, **start}
         )
@@ -221,7 +221,7 @@ class LighthousePlayer(Player):
                 if branch:
                     commit = {"commit_id": f"b{branch}c{step}", "commit_quorum_id": of_quorum}
                 self.asked[name] = number
-            packed = m.BRANCH * branch + step
+            packed = m.STEPS_PER_BRANCH * branch + step
             member = Member(**{"replica_id": f"{name}:{id}", "step": packed, **commit, **fields})
             numbered = {"number": number} if self.kind == "pharos" else {}
             self.say(m.Call(member, kind or self.kind, **{**more, **numbered}))
@@ -276,8 +276,8 @@ class LighthousePlayer(Player):
         """Why a group is kept out."""
         yield self.machine.roster.why_it_sits_out(replica_id) or "no"
 
-    def terms(self) -> Iterator[str]:
-        yield show(self.machine.config.terms)
+    def limits(self) -> Iterator[str]:
+        yield show(self.machine.config.limits)
 
     def state(self) -> tuple[str, ...]:
         q = self.machine.quorum
@@ -302,7 +302,7 @@ class GroupPlayer(Player):
     """A group server, `size` ranks with open streams. `joined`: all have asked, and quorum 1 of a:1 and b:1 was answered."""
 
     def __init__(
-        self, size: int = 2, *, joined: bool = False, terms: dict[str, Any] | None = None, **config: Any
+        self, size: int = 2, *, joined: bool = False, limits: dict[str, Any] | None = None, **config: Any
     ) -> None:
         super().__init__()
         self.machine = GroupMachine(_config(partial(GroupConfig, "a:1", size, "http://a", "store-a"), **config), 0.0)
@@ -310,7 +310,7 @@ class GroupPlayer(Player):
             self.say(m.RankStream(rank, True))
         if joined:
             self.ask(*range(size))
-            self.say(m.LighthouseAnswered(self._quorum(1, ()), terms=m.JobLimits(**terms) if terms else None))
+            self.say(m.LighthouseAnswered(self._quorum(1, ()), limits=m.JobLimits(**limits) if limits else None))
 
     def ask(self, *ranks: int, known: int = 0, failed: bool = False, number: int = 0, **member: Any) -> None:
         """Each rank asks for a quorum."""
@@ -368,7 +368,7 @@ class RankPlayer(Player):
         for effect in effects:
             if isinstance(effect, m.CastVote):
                 self.keys[effect.vote.kind] = (effect.vote.quorum_id, effect.vote.attempt, effect.vote.step)
-            elif isinstance(effect, m.LaunchTail):
+            elif isinstance(effect, m.LaunchRemaining):
                 self.keys["sums"] = self.keys["commit"] = (effect.quorum_id, effect.attempt, effect.step)
             elif isinstance(effect, m.Compute):
                 self.keys["sums"] = self.keys["commit"] = (self.quorum_id, effect.attempt, effect.step)
@@ -472,8 +472,8 @@ class RankPlayer(Player):
             held,
             f"slots {slots or 'none'}",
             f"holes {ledger.holes or 'none'}",
-            f"skipped {ledger.given_up or 'none'}",
-            f"left out {ledger.rewinds[-1].left_out}" if ledger.rewinds else "",
+            f"skipped {ledger.skipped_slots or 'none'}",
+            f"left out {ledger.rewinds[-1].skipped}" if ledger.rewinds else "",
         )
 
 

@@ -101,7 +101,7 @@ def test_the_third_time_a_slot_is_of_no_use():
     assert ledger.holes == [0]
     ledger.assign(("a", "b"))
     ledger.commit((UNABLE, 10), skip=True)
-    assert (ledger.holes, ledger.given_up) == ([], [0])
+    assert (ledger.holes, ledger.skipped_slots) == ([], [0])
 
 
 def test_a_checkpoint_does_not_know_how_many_groups_there_were():
@@ -158,13 +158,13 @@ def test_slots_with_a_position_to_skip_are_left_out():
     ledger = Ledger(8, skip=[(12, 13), (24, 41)])
     assert ledger.assign(("a", "b")) == {0: "a", 16: "b"}
     ledger.commit((10, 10))
-    assert (ledger.left_out, ledger.position) == (((8, 16),), 24)
+    assert (ledger.newly_skipped, ledger.position) == (((8, 16),), 24)
     assert ledger.assign(("a",)) == {48: "a"}
     ledger.commit((10,))
-    assert (ledger.left_out, ledger.holes) == (((24, 48),), [])
+    assert (ledger.newly_skipped, ledger.holes) == (((24, 48),), [])
     ledger.assign(("a",))
     ledger.commit((10,))
-    assert ledger.left_out == ()
+    assert ledger.newly_skipped == ()
 
 
 def test_a_hole_to_skip_is_left_out():
@@ -175,7 +175,7 @@ def test_a_hole_to_skip_is_left_out():
     ledger.load_state_dict(before.state_dict())
     assert ledger.assign(("a", "b")) == {16: "a", 32: "b"}
     ledger.commit((0, 10))
-    assert (ledger.left_out, ledger.holes) == (((0, 8), (24, 32)), [16])
+    assert (ledger.newly_skipped, ledger.holes) == (((0, 8), (24, 32)), [16])
 
 
 @given(
@@ -190,7 +190,7 @@ def test_each_position_is_trained_on_or_left_out_or_open(skip: list[tuple[int, i
         ledger.assign([str(number) for number in range(len(counts))])
         committed, _ = ledger.commit(counts)
         trained += committed
-        left_out += [slot for first, end in ledger.left_out for slot in range(first, end, 8)]
+        left_out += [slot for first, end in ledger.newly_skipped for slot in range(first, end, 8)]
     assert sorted([*trained, *left_out, *ledger.holes]) == list(range(0, ledger.position, 8))
     touched = {slot for slot in range(0, ledger.position, 8) for first, end in skip if first < slot + 8 and slot < end}
     assert set(left_out) == touched

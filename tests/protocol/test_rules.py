@@ -324,12 +324,12 @@ def test_the_counts_that_the_rules_look_at_are_those_of_a_count_anew(said: list[
         sets = [
             set(x) for x in (roster.previous, roster.present, roster.missing, roster.previous_holders, roster.shrinkers)
         ]
-        assert [roster.candidates, *sets, roster.healthy(), len(roster.reachable)] == counted_anew(player.machine)
+        assert [roster.candidates, *sets, roster.healthy_count(), len(roster.reachable)] == counted_anew(player.machine)
 
 
 def counted_anew(machine: LighthouseMachine) -> list[Any]:
     roster = machine.roster
-    alive = {i: peer for i, peer in roster.peers.items() if i in roster.order and i not in roster.sitting}
+    alive = {i: peer for i, peer in roster.peers.items() if i in roster.by_last_message and i not in roster.sitting}
     calls = {i: peer.call.member for i, peer in alive.items() if peer.call}
     previous = set(machine.quorum.ids if machine.quorum else ())
     of_them = {i for i in alive if m.incarnation_of(i) in map(m.incarnation_of, previous)}

@@ -152,8 +152,8 @@ DAMAGED: list[Callable[[dict[str, Any]], Any]] = [
     lambda data: data.update(settled=1 << 70),
     lambda data: data.update(epoch=5),
     lambda data: data.update(kind="other"),
-    lambda data: data["terms"].update(min_replicas="1"),
-    lambda data: data["terms"].update(takeover_s=-1.0),
+    lambda data: data["limits"].update(min_replicas="1"),
+    lambda data: data["limits"].update(takeover_s=-1.0),
     lambda data: data["quorum"].update(members=[]),
     lambda data: data["quorum"].update(quorum_id="1"),
     lambda data: data["quorum"].update(reference=[None, None, None]),
@@ -169,10 +169,14 @@ def test_a_value_of_a_wrong_type_or_range_is_no_state_file(tmp_path: Path, damag
     path = tmp_path / "state.json"
     quorum = m.Quorum(1, (m.Member("a:1", step=2, restored=0),), (2, 1, "c"), "e", (("layout", "x"),))
     saved = m.PersistentState("e", 7, 2, "pharos", quorum, m.JobLimits(takeover_s=None))
-    for good in (saved, replace(saved, quorum=None, terms=None)):
+    for good in (saved, replace(saved, quorum=None, limits=None)):
         state_file.write(path, good)
         assert state_file.read(path) == good
     data = {"format": state_file.FORMAT, **json.loads(json.dumps(asdict(saved)))}
+    earlier = {**data, "terms": data["limits"]}
+    del earlier["limits"]
+    path.write_text(json.dumps(earlier))
+    assert state_file.read(path) == saved, "a former name"
     damage(data)
     path.write_text(json.dumps(data))
     with pytest.raises(ValueError, match=r"state\.json is not a state file"):

@@ -81,10 +81,10 @@ def test_where_it_listens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     assert at("--bind", "localhost:0") == ["localhost:0"]
     assert read("--heal_grace_s", "20").config.times == m.Timeouts(heal_grace_s=20.0)
     options = read("--takeover_s", "never", "--http", "none")
-    assert options.config.times.takeover_s is None and options.http == [] and not options.lower_terms
-    options = read("--stall_s", "90", "--num_replica_groups", "3", "--lower_terms")
+    assert options.config.times.takeover_s is None and options.http == [] and not options.lower_limits
+    options = read("--stall_s", "90", "--num_replica_groups", "3", "--lower_terms")  # its former name
     assert (
-        options.config.times.stall_s == 90 and options.config.terms == m.JobLimits(1, 30.0, 3) and options.lower_terms
+        options.config.times.stall_s == 90 and options.config.limits == m.JobLimits(1, 30.0, 3) and options.lower_limits
     )
     config = read().config
     assert (config.join_timeout_s, config.tick_s, config.times) == (60.0, 0.1, m.Timeouts())

@@ -73,6 +73,12 @@ def test_a_hole_of_the_last_step_is_not_lost(tmp_path: Path):
     assert code == 0 and "once, except the open holes 40-43, which the next step gets first" in out
 
 
+@pytest.mark.parametrize("key", ["changed", "branch"])  # the second: its former name
+def test_a_change_of_settings_is_told(tmp_path: Path, key: str):
+    code, out, _ = samples(tmp_path, [row(1, {0: A}), {**row(2, {4: A}), key: {"optimizer.lr": "0.1 -> 0.2"}}])
+    assert code == 0 and out.endswith("settings changed from step 2 on: optimizer.lr 0.1 -> 0.2\n")
+
+
 def test_what_is_skipped_is_not_missing(tmp_path: Path):
     rows = [row(1, {0: A}), {**row(2, {12: A}), "skipped": [[4, 12]]}]
     code, out, _ = samples(tmp_path, rows)

@@ -1,4 +1,4 @@
-"""scripts/show_data.py: positions before the first launch, and bad input. After a branch point: e2e/test_interventions.py."""
+"""scripts/show_data.py: positions before the first launch, and bad input. After a change of settings: e2e/test_interventions.py."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ class EmptyShrink(LighthouseMachine):
     def handle(self, event: m.Event, now_s: float) -> m.Out:
         out, roster = super().handle(event, now_s), self.roster
         asked = any(member.shrink_only for member in roster.candidates.values())
-        enough = len(roster.candidates) >= max(self.config.min_replicas, roster.healthy() // 2 + 1)
+        enough = len(roster.candidates) >= max(self.config.min_replicas, roster.healthy_count() // 2 + 1)
         if asked and enough and roster.previous and not roster.present:
             empty = m.Answer((), m.Quorum(self._last_id + 1, (), epoch=self._epoch))
             return replace(out, effects=(*out.effects, empty))
@@ -216,7 +216,7 @@ class NoBranch(StepMachine):
     def handle(self, event: m.Event, now_s: float) -> m.Out:
         out = super().handle(event, now_s)
         if isinstance(event, m.Restored):
-            self.step %= m.BRANCH
+            self.step %= m.STEPS_PER_BRANCH
         return out
 
 
@@ -265,7 +265,7 @@ BUGS = {
     "nobody rests": Bug(with_roster(on_heal=lambda *_: None), 8, "5 in a row have failed", "a heal fails each time", 2),
     "nobody stalls": Bug(Machines(lighthouse=NobodyStalls), 3, "no commit for", "a trainer hangs", 3),
     "names stay taken": Bug(
-        with_roster(find_stalled=lambda *_: []), 0, "refused its name", "a trainer cannot be killed", 6
+        with_roster(find_absent=lambda *_: []), 0, "refused its name", "a trainer cannot be killed", 6
     ),
     "successors end claims": Bug(
         with_roster(update_claim=end_claim_of_namesake), 1, "is committed again", "members cut off, and replaced", 2

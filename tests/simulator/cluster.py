@@ -207,7 +207,9 @@ class Cluster:
                         min(still_s, calm_s) < PATIENCE_S,
                         f"{rank.process.name} has made no step for {still_s:.0f} s, though nothing hinders it",
                     )
-            enough = all(rank.machine.step % m.BRANCH >= self.setting.steps for group in live for rank in group.ranks)
+            enough = all(
+                rank.machine.step % m.STEPS_PER_BRANCH >= self.setting.steps for group in live for rank in group.ranks
+            )
             due = all(fault.at_s < self.world.now_s for fault in self.setting.faults)
             complete = all(name.group is not None for name in self.names if name.wanted)
             self._over = enough and due and complete

@@ -305,7 +305,8 @@ class Truth:
         back_to = self.commits_by_id.get(checkpoint)
         who, step = (
             rank.process.name,
-            (before.step // m.BRANCH + 1) * m.BRANCH + (back_to.step % m.BRANCH if back_to else 0),
+            (before.step // m.STEPS_PER_BRANCH + 1) * m.STEPS_PER_BRANCH
+            + (back_to.step % m.STEPS_PER_BRANCH if back_to else 0),
         )
         require(rank.step == step, f"{who} goes back from {before.step} to {rank.step}, not to {step}")
         require(

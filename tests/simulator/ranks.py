@@ -119,7 +119,7 @@ class RankNode:
             m.AskQuorum: self._ask_quorum,
             m.Configure: self._configure,
             m.Compute: self._compute,
-            m.LaunchTail: self._launch,
+            m.LaunchRemaining: self._launch,
             m.WeightsDiffer: self.truth.differ,
             m.CastVote: self._cast_vote,
             m.AbandonGeneration: self._abandon,
@@ -324,7 +324,7 @@ class RankNode:
             self.feed(m.ChangeAnnounced(self._offer[0], "the groups that heal from this one have received the state"))
         self.trainer.go_on(m.Computed(tuple(tokens.values()), 1.0 * len(tokens), able))
 
-    def _launch(self, effect: m.LaunchTail) -> None:
+    def _launch(self, effect: m.LaunchRemaining) -> None:
         if self.trainer.hangs_in("reduction", lambda: self._launch(effect)):
             return
         kept = self._kept
@@ -337,7 +337,9 @@ class RankNode:
             self._given = kept
         quorum = self._quorum
         assert quorum is not None
-        digests = DIGEST_WORDS * len(quorum.members) if (effect.step % m.BRANCH + 1) % DIGEST_INTERVAL == 0 else 0
+        digests = (
+            DIGEST_WORDS * len(quorum.members) if (effect.step % m.STEPS_PER_BRANCH + 1) % DIGEST_INTERVAL == 0 else 0
+        )
         gave = max(Tail.of(effect.tail, digests).tokens, default=0.0) > 0
         self.truth.meets(self, quorum)
         self.truth.gives(self, quorum.epoch, effect.quorum_id, effect.step, given, gave=gave)
@@ -373,7 +375,7 @@ class RankNode:
         )
         self._give_up_if_interrupted(effect.quorum_id)
 
-    def _with_digest(self, effect: m.LaunchTail) -> tuple[float, ...]:
+    def _with_digest(self, effect: m.LaunchRemaining) -> tuple[float, ...]:
         at = effect.digest_at
         if not at:
             return effect.tail
@@ -420,7 +422,7 @@ class RankNode:
     def _agree(self, vote: m.Vote, *, able: bool) -> None:
         """As ft/agreement.py: the ranks among themselves, then rank 0 for all."""
         inside, known = self.group.inside, list[m.Outcome]()
-        yes = able and vote.verdict == "yes" and not vote.blame
+        yes = able and vote.verdict == "yes" and not vote.divergent
 
         def enter() -> None:
             self.trainer.waits, self.past_sums = ("inside", None), True
@@ -545,7 +547,7 @@ class RankNode:
         if is_spike and not goes_back:
             self.feed(m.Skipped(tuple(slot for slot, _ in effect.slots)))
             self.world.seen["spike: a step is not applied"] += 1
-        if effect.step % m.BRANCH % self.cluster.setting.checkpoint_every == 0 and not goes_back:
+        if effect.step % m.STEPS_PER_BRANCH % self.cluster.setting.checkpoint_every == 0 and not goes_back:
             self._checkpoints[effect.step] = self.snapshot()
         self.trainer.update(effect, goes_back=goes_back)
 
@@ -582,8 +584,7 @@ class RankNode:
                 if slow and self.group_rank == 0:
                     self.world.seen["heal: it did not come in time"] += 1
                     self.cluster.liveness.heal_failed(self.group)
-                blame = tuple(quorum.members[source.replica_rank] for source in quorum.sources)
-                self.feed(m.HealEnded(quorum.quorum_id, ok=False, reason="no source", blame=blame))
+                self.feed(m.HealEnded(quorum.quorum_id, ok=False, reason="no source"))
                 return
             self.reaches("fetches")
             source = quorum.sources[turn % len(quorum.sources)]
@@ -658,7 +659,7 @@ class RankNode:
         self.world.seen["spike: the job goes back to a checkpoint"] += 1
 
         def is_history(step: int) -> bool:
-            branch, at = divmod(step, m.BRANCH)
+            branch, at = divmod(step, m.STEPS_PER_BRANCH)
             return step < spiked and branch <= len(points) and at <= min(points[branch:], default=at)
 
         def loaded() -> None:

@@ -41,8 +41,8 @@ STEPS = {
         "COMPUTING",
     ),  # not AWAITING_STATE: a group that heals continues from its vote, and begins no step
     "ASKING": ("CONFIGURING",),
-    "CONFIGURING": ("AGREEING",),
-    "AGREEING": ("COMPUTING", "ASKING", "CLOSING_HEAL"),
+    "CONFIGURING": ("CONFIRMING",),
+    "CONFIRMING": ("COMPUTING", "ASKING", "CLOSING_HEAL"),
     "COMPUTING": ("VOTING",),
     "VOTING": ("BOUNDARY", "COMPUTING", "ASKING", "CLOSING_HEAL", "AWAITING_STATE"),
     "AWAITING_STATE": ("ASKING", "COMPUTING"),

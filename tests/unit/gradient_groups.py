@@ -140,7 +140,7 @@ def open_all(team: list[Member], last: int | None = None, **options: bool) -> Wo
 
 def finish(team: list[Member], tail: tuple[float, ...] = (1.0, 0.5)) -> list[tuple[float, ...]]:
     for member in team:
-        member.gradients.launch_tail(tail)
+        member.gradients.launch_remaining(tail)
     tails = [member.gradients.wait() for member in team]
     for member in team:
         member.gradients.deliver()
@@ -169,7 +169,7 @@ def assert_sums(team: list[Member], local: list[list[Tensor]]) -> None:
 def fail(team: list[Member], world: World) -> list[Callable[[], None]]:
     """All launch, none gets its sums, all give up. What to call when the old group is at rest."""
     for member in team:
-        member.gradients.launch_tail([1.0])
+        member.gradients.launch_remaining([1.0])
     for member in team:
         with pytest.raises(ProcessGroupError, match="a member is lost"):
             member.gradients.wait()

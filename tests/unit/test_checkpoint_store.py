@@ -132,7 +132,9 @@ def test_no_answer_at_the_start_is_no_new_run(tmp_path: Path, monkeypatch: pytes
         raise ValueError("no route")
 
     monkeypatch.setattr(MemoryFileSystem, "find", gone)
-    with pytest.raises(CheckpointFailed, match=r"ValueError: no route; refusing to start without what it may have"):
+    with pytest.raises(
+        CheckpointFailed, match=r"ValueError: no route; refusing to start: it may hold this run's checkpoints"
+    ):
         start(tmp_path / "1").checkpointer.load()
 
 

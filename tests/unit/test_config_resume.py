@@ -80,7 +80,7 @@ def test_budgets_end_where_the_checkpoint_says(tmp_path: Path, monkeypatch: pyte
         f"--training.steps: {(last + 1 - STEP) * 4} sequences are needed from 40 on, but the budgets of training.sources end after "
         f"{end - 40}; set fewer steps, or larger budgets"
     )
-    # with another seed the budget begins at the branch point
+    # with another seed the budget begins at the change of settings
     later = f"--training.steps={last + STEP}"
     assert refused(own[0], later, SEED, changed=["training.seed"]) == ""
     assert "budgets" in refused(own[0], f"--training.steps={last + STEP + 1}", SEED, changed=["training.seed"])

@@ -208,5 +208,5 @@ def test_other_stores_and_weights(tmp_path: Path) -> None:
     shutil.rmtree(tmp_path / "a")
     gone = stored(b=1.0, c=1.0)
     assert "sequence 40" in resumed(gone, before.state_dict(), 40)
-    with pytest.raises(ValueError, match="1 sequences from 5 on were dealt out, but not trained on"):
+    with pytest.raises(ValueError, match="1 sequences from 5 on were assigned, but not trained on"):
         resumed(gone, before.state_dict(), 40, [5])

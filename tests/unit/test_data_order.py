@@ -196,7 +196,7 @@ class TestTooLittle:
         with pytest.raises(ValueError, match=r"^training.dataset_held_out = 0.01: no document is held out "):
             order_of(corpus, split="validation", held_out=0.01)
         train, held_out = (
-            DocumentOrder(corpus, split, held_out=0.1, seed=0, seq_len=1, may_cut=True)
+            DocumentOrder(corpus, split, held_out=0.1, seed=0, seq_len=1, may_split_by_tokens=True)
             for split in ("train", "validation")
         )
         assert (train.tokens_per_epoch, held_out.tokens_per_epoch) == (1082, 120)
@@ -210,7 +210,7 @@ class TestTooLittle:
         assert cuts(corpus, 0.001) and not cuts(corpus, 0.0)
         for share, documents in ((0.001, 1), (0.05, 1), (0.1, 2)):
             if cuts(corpus, share):
-                first, lengths = spans(corpus, "validation", share, may_cut=True)
-                others, more = spans(corpus, "train", share, may_cut=True)
+                first, lengths = spans(corpus, "validation", share, may_split_by_tokens=True)
+                others, more = spans(corpus, "train", share, may_split_by_tokens=True)
                 assert len(first) == documents and lengths.sum() + more.sum() == corpus.tokens
                 assert others[-1] + more[-1] == first[0]

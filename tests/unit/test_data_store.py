@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import settings as settings_of_hypothesis
 from hypothesis import strategies as st
 
-from training.data.order import PATTERN, Ingredient, Mixture, StoreOrder, pattern, permuted, rounded
+from training.data.order import PATTERN, Mixture, MixtureSource, StoreOrder, pattern, permuted, rounded
 from training.data.store import FORMAT, Store, StoreSettings, StoreWriter
 
 WORDS = 10  # ids of a document
@@ -107,7 +107,7 @@ def test_documents_start_at_the_bounds_of_the_store(store: Store, part: str):
         tokens, starts = order.sequence(position), order.document_starts(position)
         begins = [index for index, token in enumerate(tokens.tolist()) if index == 0 or token % WORDS == 0]
         assert starts.tolist() == [max(begin for begin in begins if begin <= index) for index in range(26)]
-        mixture = Mixture([Ingredient(order, 1.0)])
+        mixture = Mixture([MixtureSource(order, 1.0)])
         assert mixture.document_starts(position).tolist() == starts.tolist()
 
 
@@ -174,7 +174,7 @@ class Numbered:
 
 class TestMixture:
     def test_positions_of_a_source_count_up(self):
-        mixture = Mixture([Ingredient(Numbered(), weight) for weight in (3.0, 2.0, 5.0)])
+        mixture = Mixture([MixtureSource(Numbered(), weight) for weight in (3.0, 2.0, 5.0)])
         seen = Counter[int]()
         for position in range(2 * PATTERN + 100):
             source, index = mixture.find(position)
@@ -184,7 +184,7 @@ class TestMixture:
 
     def test_a_source_whose_budget_ends_leaves_its_positions_to_the_others(self):
         limits = [20, None, 7000]
-        mixture = Mixture([Ingredient(Numbered(), 1.0, limit) for limit in limits])
+        mixture = Mixture([MixtureSource(Numbered(), 1.0, limit) for limit in limits])
         seen, ends = Counter[int](), dict[int, int]()
         for position in range(30_000):
             source, index = mixture.find(position)
@@ -195,13 +195,13 @@ class TestMixture:
         assert ends[0] < 65 and 14_000 < ends[2] < 14_025  # a third each, then a half each
 
     def test_all_budgets_end_where_it_says(self):
-        mixture = Mixture([Ingredient(Numbered(), weight, limit) for weight, limit in ((1.0, 30), (7.0, 5000))])
+        mixture = Mixture([MixtureSource(Numbered(), weight, limit) for weight, limit in ((1.0, 30), (7.0, 5000))])
         assert mixture.end == 5030
         assert Counter(mixture.find(position)[0] for position in range(5030)) == {0: 30, 1: 5000}
         assert mixture.find(5030) == (1, 5000), "the last source goes on"
 
     def test_it_pickles(self, store: Store):
-        mixture = Mixture([Ingredient(StoreOrder(store, "train", seed=seed, seq_len=5), 1.0) for seed in (1, 2)])
+        mixture = Mixture([MixtureSource(StoreOrder(store, "train", seed=seed, seq_len=5), 1.0) for seed in (1, 2)])
         again = pickle.loads(pickle.dumps(mixture))
         assert all(np.array_equal(again.sequence(at), mixture.sequence(at)) for at in (0, 1, 5000))
 
@@ -228,7 +228,9 @@ def test_a_killed_writer_goes_on_after_its_last_whole_shard(tmp_path: Path):
     killed.close()
     with (tmp_path / "killed" / "journal.jsonl").open("ab") as journal:
         journal.write(b'{"torn')
-    with pytest.raises(ValueError, match="is not finished: run its prepare_data again, it goes on"):
+    with pytest.raises(
+        ValueError, match="is not finished: run the same prepare_data command again, which continues it"
+    ):
         Store(tmp_path / "killed", "training.dataset_path")
     again = StoreWriter(tmp_path / "killed", settings(held_out=0.1))
     assert (again.file, again.document, len(again.shards)) == (0, 20, 2)

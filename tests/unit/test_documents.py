@@ -65,7 +65,7 @@ def test_settings_and_files_that_are_named_exist(page: Path):
 
 
 def test_members_of_classes_that_are_named_exist(sources: str):
-    """`Roster.find_stalled`: some class of that name has it."""
+    """`Roster.find_absent`: some class of that name has it."""
     for page in PAGES:
         for owner, name in re.findall(r"`([A-Z]\w*[a-z]\w*)\.(\w+)(?:\(\))?`", page.read_text()):
             bodies = re.findall(rf"^class {owner}\b.*?(?=^\S|\Z)", sources, re.MULTILINE | re.DOTALL)

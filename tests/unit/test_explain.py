@@ -16,7 +16,7 @@ import models
 from configs.check import check_settings
 from configs.load import load
 from models import llama
-from parallelisms.layout import ExecutionConfig, Precision
+from parallelisms.execution import ExecutionConfig, Precision
 from parallelisms.mesh import ParallelismConfig
 from tests.multiproc.test_explain import explained
 from tools.explain.command import WIDTH, explain, job_of, main, requested_ranks

@@ -101,10 +101,10 @@ def test_settings_that_do(settings: dict[str, object]):
 def test_the_process_group_is_one_for_the_device(process_group: Any, device_type: str, expected: str):
     settings = FaultTolerance(process_group=process_group)
     if " " not in expected:
-        assert settings.group_kind(device_type) == expected
+        assert settings.process_group_kind(device_type) == expected
         return
     with pytest.raises(ValueError, match=f"^{re.escape(expected)}$"):
-        settings.group_kind(device_type)
+        settings.process_group_kind(device_type)
 
 
 # ------------------------------------------------------------------------------------------------ the environment

@@ -63,7 +63,7 @@ def test_each_step_that_is_held_takes_one_set():
         finish([member])
         for step in range(3):
             open_all([member])
-            member.gradients.launch_tail((1.0,), zeros=True)
+            member.gradients.launch_remaining((1.0,), zeros=True)
             member.gradients.wait()
             member.gradients.hold(step)
         open_all([member])

@@ -37,7 +37,7 @@ def test_buckets_go_in_order_during_the_backward_and_the_last_with_the_tail():
     member.backward(0, microbatches=3)
     assert seen == [0] * 12 + [0, 1, 1, 2, 2, 3]  # per parameter, last first; the biases ride with the tail
     assert [tensor.numel() for tensor in world.groups[0].summed] == [33792] * 3
-    member.gradients.launch_tail([1.0, 2.0, 3.0])
+    member.gradients.launch_remaining([1.0, 2.0, 3.0])
     assert [tensor.dtype for tensor in world.groups[0].summed[3:]] == [torch.float32]
     assert member.gradients.wait() == (1.0, 2.0, 3.0)
 
@@ -83,7 +83,7 @@ def test_a_group_that_gives_zeros_gets_the_sums():
                 member.backward(0)
         local = [member.grads for member in team[:2]]
         for member in team:
-            member.gradients.launch_tail([1.0], zeros=launches_zeros and member.number == 2)
+            member.gradients.launch_remaining([1.0], zeros=launches_zeros and member.number == 2)
         for member in team:
             assert member.gradients.wait() == (3.0,)
             member.gradients.deliver()
@@ -102,7 +102,7 @@ def test_a_tail_that_is_too_long():
     [member] = members(1)
     open_all([member])
     with pytest.raises(RuntimeError, match="the tail has 20000 numbers"):
-        member.gradients.launch_tail([0.0] * 20_000)
+        member.gradients.launch_remaining([0.0] * 20_000)
 
 
 # ---------------------------------------------------------------------------------------------- failing, and again
@@ -158,13 +158,13 @@ def test_the_same_generation_again():
     world = open_all(team)
     for member in team:
         member.backward(0)
-        member.gradients.launch_tail([1.0])
+        member.gradients.launch_remaining([1.0])
     local = [member.grads for member in team]
     for member in team:
         assert member.gradients.wait() == (2.0,)
     for member, group in zip(team, world.groups, strict=True):
         member.gradients.begin_attempt(group, 2)  # type: ignore[arg-type]
-        member.gradients.launch_tail([1.0], zeros=member.number == 1)
+        member.gradients.launch_remaining([1.0], zeros=member.number == 1)
     for member in team:
         member.gradients.wait()
         member.gradients.deliver()
@@ -180,7 +180,7 @@ def test_what_is_not_kept_is_lost():
     assert not team[0].grads
     open_all(team)
     with pytest.raises(RuntimeError, match="keep_gradients is false"):
-        team[0].gradients.launch_tail([1.0])
+        team[0].gradients.launch_remaining([1.0])
     for member in team:
         member.gradients.drop()
         member.model.weight.grad = torch.ones(600, 600)  # type: ignore[union-attr]
@@ -280,7 +280,7 @@ def test_sums_are_held_until_their_state_has_come():
         team[0].backward(seed)
         expected.append(team[0].grads)
         for member in team:
-            member.gradients.launch_tail([1.0], zeros=member is joiner)
+            member.gradients.launch_remaining([1.0], zeros=member is joiner)
         for member in team:
             member.gradients.wait()
         team[0].gradients.deliver()
@@ -303,7 +303,7 @@ def test_sums_are_held_until_their_state_has_come():
 def test_held_sums_are_dropped():
     [member] = members(1)
     open_all([member])
-    member.gradients.launch_tail([1.0], zeros=True)
+    member.gradients.launch_remaining([1.0], zeros=True)
     member.gradients.wait()
     member.gradients.hold(1)
     member.gradients.drop_held()
@@ -329,7 +329,7 @@ def test_a_second_gradient_in_the_last_backward():
     member.backward(0)
     member.backward(1)  # the hook does not raise
     with pytest.raises(RuntimeError, match=r"parameter \d of shape \(\d+,.* twice"):
-        member.gradients.launch_tail([1.0])
+        member.gradients.launch_remaining([1.0])
 
 
 def test_a_backward_after_the_last_backward():
@@ -339,7 +339,7 @@ def test_a_backward_after_the_last_backward():
     member.backward(0)
     member.model(torch.ones(4, 32)).sum().backward()  # the hook does not raise
     with pytest.raises(RuntimeError, match=r"parameter \d of shape \(\d+,.* after last_backward"):
-        member.gradients.launch_tail([1.0])
+        member.gradients.launch_remaining([1.0])
 
 
 def test_a_sparse_gradient():
@@ -348,7 +348,7 @@ def test_a_sparse_gradient():
     with member.gradients.last_backward():
         member.model(torch.tensor([1, 2])).sum().backward()
     with pytest.raises(RuntimeError, match=r"parameter 0 of shape \(1000, 50\): a gradient of layout torch.sparse_coo"):
-        member.gradients.launch_tail([1.0])
+        member.gradients.launch_remaining([1.0])
 
 
 def test_a_gradient_that_is_not_contiguous():
@@ -387,7 +387,7 @@ def test_a_parameter_that_is_trained_later_is_an_error_and_no_drift():
     open_all(team)
     frozen[0].requires_grad_()
     with pytest.raises(RuntimeError, match=r"shape \(3,\) requires a gradient now"):
-        team[0].gradients.launch_tail([1.0])
+        team[0].gradients.launch_remaining([1.0])
 
 
 def test_complex_parameters_are_not_quantised():

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from parallelisms.layout import CompileConfig
+from parallelisms.execution import CompileConfig
 from parallelisms.loss import head_loss
 from training.loss import IGNORED, cross_entropy_sum
 

@@ -259,20 +259,20 @@ def test_several_sets_of_validation() -> None:
     assert (row["validation_loss"], row["validation_loss/prose"], row["validation_loss/code"]) == (1.25, 2.0, 1.0)
 
 
-def test_a_branch_is_in_the_next_rows_and_then_saved() -> None:
+def test_a_change_of_settings_is_in_the_next_rows_and_then_saved() -> None:
     run, saved = Run(), list[int]()
 
     def commit(step: int) -> object:
         run.steps(step, step)
         run.metrics_processor.trained_slots(step, slot_size=4, slots=[(4 * step, "0:a")], holes=[])
-        return next(row.get("branch") for number, row in run.journal.rows if number == step)
+        return next(row.get("changed") for number, row in run.journal.rows if number == step)
 
     changed = {"optimizer.lr": "1 -> 2"}
-    run.metrics_processor.begin_branch(changed, lambda: saved.append(1))
-    run.metrics_processor.branch_step = 3
+    run.metrics_processor.record_changes(changed, lambda: saved.append(1))
+    run.metrics_processor.resume_step = 3
     assert commit(3) == changed and saved == [1]
     assert commit(4) is None and saved == [1]
-    run.metrics_processor.begin_branch(changed, lambda: saved.append(2))
+    run.metrics_processor.record_changes(changed, lambda: saved.append(2))
     assert commit(5) is None and saved == [1, 2], "it has joined after the step"
 
 

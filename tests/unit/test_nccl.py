@@ -64,7 +64,7 @@ class FakeNccl:
             def abort(self) -> None:
                 fake.aborted.set()
 
-        return form_nccl(rendezvous, number, kind=Backend, group_of=lambda *_: fake)  # type: ignore[arg-type]
+        return form_nccl(rendezvous, number, backend_class=Backend, group_of=lambda *_: fake)  # type: ignore[arg-type]
 
     def group(self, rendezvous_s: float, device: int = 0) -> ProcessGroupNCCL:
         form = self.form
@@ -138,7 +138,7 @@ def test_what_torch_reads_at_the_constructor(fake: FakeNccl, store: Callable[[st
 
 
 def test_the_default_group_of_a_survivor_does_not_dump():
-    assert process_settings(FaultTolerance().group_kind("cuda"), 10.5) == {
+    assert process_settings(FaultTolerance().process_group_kind("cuda"), 10.5) == {
         "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
         "TORCH_NCCL_NONBLOCKING_TIMEOUT": "11",
     }

@@ -707,9 +707,9 @@ def test_a_thread_that_gloo_leaves_behind_holds_no_buffer():
 
     reaper, freed = Reaper(), [threading.Event(), threading.Event()]
 
-    def then(end: Callable[[], None], is_free: threading.Event) -> None:
+    def then(end: Callable[[], None], may_be_taken_over: threading.Event) -> None:
         end()
-        is_free.set()
+        may_be_taken_over.set()
 
     for each in freed:
         reaper.take(partial(then, engine().end, each), "a generation")

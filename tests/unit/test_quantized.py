@@ -209,7 +209,7 @@ def steps(*, dies_at: int | None) -> list[Tensor]:
                     member.model.zero_grad()
                     member.backward(step)
             for member in team:
-                member.gradients.launch_tail([1.0, float(member.number)])
+                member.gradients.launch_remaining([1.0, float(member.number)])
             if world is not worlds[-1]:
                 lost(team, world)
         assert [member.gradients.wait() for member in team] == [(2.0, 1.0)] * 2, "the tail is exact"
@@ -290,7 +290,7 @@ def test_memory_is_given_back_when_the_lane_has_ended():
     [member] = members(1, linear, quantized=True, bucket_bytes=150_000)
     member.gradients.begin_attempt(world.groups[0], 2)  # type: ignore[arg-type]
     member.backward(0)
-    member.gradients.launch_tail([1.0])
+    member.gradients.launch_remaining([1.0])
     assert in_time(lambda: world.groups[0].started)
     given_back = threading.Thread(target=member.gradients.abandon(), daemon=True)
     given_back.start()

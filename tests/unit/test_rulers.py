@@ -47,5 +47,5 @@ def test_the_page_of_one_step_fits_the_code():
 def test_the_core_is_what_a_run_can_import():
     core = size.modules(size.ROOTS)
     assert {"train.py", "ft/manager.py", "models/llama.py"} <= core
-    assert {"ft/rpc/group_server.py", "ft/process_groups/baby_worker.py"} <= core, "started by name"
+    assert {"ft/rpc/group_server.py", "ft/process_groups/fork_server_main.py"} <= core, "started by name"
     assert not [name for name in core if name.startswith(("tests/", "ft/dashboard/", "ft/rpc/generated/", "tools/"))]

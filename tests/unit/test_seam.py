@@ -72,7 +72,7 @@ def test_step_and_data_move_on_commit_only(manager: Seam):
     first = manager.begin_step()
     assert manager.begin_step() == first and manager.step == 0
     sums = manager.reduce([100.0], 250.0, True)
-    assert (*sums.tokens_per_slot, sums.loss_sum, sums.finite) == (100.0, 250.0, True)
+    assert (*sums.tokens_per_slot, sums.loss_sum, sums.ok) == (100.0, 250.0, True)
     assert manager.step == 0
     manager.commit(sums)
     assert manager.step == 1

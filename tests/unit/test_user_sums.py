@@ -59,7 +59,7 @@ def test_a_retry_sums_the_values_that_were_handed_over(last: int):
         old.scribble()
         give_back()
     for member in team:
-        member.gradients.launch_tail([1.0])
+        member.gradients.launch_remaining([1.0])
     for member in team:
         member.gradients.wait()
     assert [tensor.item() for tensor in tensors[0]] == done  # unchanged until the step is delivered
@@ -77,7 +77,7 @@ def test_a_sum_of_an_old_attempt_that_comes_late_is_nobodys():
     member.gradients.abandon()
     assert work.wait()
     member.gradients.begin_attempt(new.groups[0], 2)  # type: ignore[arg-type]
-    member.gradients.launch_tail([1.0])
+    member.gradients.launch_remaining([1.0])
     old.groups[1].allreduce([torch.tensor([6.0])])
     assert value.item() == 4.0
     new.groups[1].allreduce([torch.tensor([6.0])])
@@ -98,7 +98,7 @@ def test_the_mean_is_that_of_the_groups_that_gave(changes: bool):
     assert work.wait() and value.item() == 2.0
     if changes:
         value.clamp_(max=1.0)
-    member.gradients.launch_tail([1.0])
+    member.gradients.launch_remaining([1.0])
     world.groups[1].allreduce([torch.tensor([1.0])])
     member.gradients.wait()
     member.gradients.deliver(contributors=1)
@@ -146,7 +146,7 @@ def test_held_results_are_written_when_they_are_delivered():
     [member] = members(1, nn.Identity)
     open_all([member])
     member.gradients.all_reduce(value := torch.tensor([8.0]))
-    member.gradients.launch_tail([1.0])
+    member.gradients.launch_remaining([1.0])
     member.gradients.wait()
     member.gradients.hold(1)
     value.fill_(0.0)

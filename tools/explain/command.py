@@ -28,7 +28,7 @@ from configs.schema import RunConfig, model_module
 from ft.config import Environment
 from ft.memory import memory
 from parallelisms.device import DEVICE_TRAITS, Device
-from parallelisms.layout import choose_precision
+from parallelisms.execution import choose_precision
 from parallelisms.mesh import AXES, DP_SHARD_CP, EFSDP, EP, ParallelDims, ParallelismConfig, degrees
 from parallelisms.pipeline_plan import schedule_of
 from tools.explain.picture import bubble, picture
@@ -101,7 +101,7 @@ def fault_tolerance(config: RunConfig, job: ExplainedJob) -> ExtraMemory:
     """Raises ValueError: the number of replica groups is not in the environment, or the process group is for a different device."""
     settings = config.fault_tolerance
     slots = Environment.read(os.environ).slots_per_step(settings) if settings.deterministic_reduce else 0
-    in_child = settings.group_kind(gradient_device_type(config, job.device_type)).startswith("baby")
+    in_child = settings.process_group_kind(gradient_device_type(config, job.device_type)).startswith("baby")
 
     def extra_memory(rank: RankProfile) -> dict[str, int]:
         kinds = [kind for stage in rank.stages for kind in stage.kinds for _ in range(kind.layers)]

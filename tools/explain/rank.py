@@ -39,9 +39,9 @@ from torch.utils._pytree import tree_leaves
 from ft.buckets import to_local
 from models import ops
 from models.contract import Experts, Model, Router
+from parallelisms.execution import CompileConfig, ExecutionConfig
 from parallelisms.float8 import Float8Config
 from parallelisms.fsdp import fsdp_param_groups
-from parallelisms.layout import CompileConfig, ExecutionConfig
 from parallelisms.mesh import (
     AXES,
     CP,

@@ -14,16 +14,16 @@ from typing import Any
 
 from training.config import SkipConfig, SourceConfig, TrainingConfig, ValidationConfig
 from training.data.cache import Corpus, open_corpus
-from training.data.loader import BatchSource, MicrobatchSampler, open_loader
+from training.data.loader import BatchLoader, MicrobatchSampler, open_loader
 from training.data.order import (
     SPLITS,
     DocumentOrder,
-    Ingredient,
     Mixture,
+    MixtureSource,
     Order,
     SegmentedOrder,
     StoreOrder,
-    cuts,
+    needs_token_split,
     spans,
 )
 from training.data.sources import find_source
@@ -108,14 +108,14 @@ class _Data:
         """Returns the orders of all sets of validation by name. Raises ValueError if one is too small."""
         return {name: StoreOrder(store, "all", seed=None, seq_len=seq_len) for name, store in self._further}
 
-    def validation_loaders(self, sampler: MicrobatchSampler, *, pin_memory: bool = False) -> dict[str, BatchSource]:
+    def validation_loaders(self, sampler: MicrobatchSampler, *, pin_memory: bool = False) -> dict[str, BatchLoader]:
         """Opens a loader for each set of validation, which the caller closes. The name of the only set of the training data is ""."""
         return {
             name: self._open_loader(order, sampler, pin_memory)
             for name, order in self.validation_orders(seq_len=self._config.seq_len).items()
         }
 
-    def _open_loader(self, order: Order, sampler: MicrobatchSampler, pin_memory: bool) -> BatchSource:
+    def _open_loader(self, order: Order, sampler: MicrobatchSampler, pin_memory: bool) -> BatchLoader:
         mask, settings = self._config.document_mask, self._config.dataloader
         return open_loader(order, sampler, settings, document_mask=mask, pin_memory=pin_memory)
 
@@ -128,7 +128,7 @@ class _OrderedData(_Data, ABC):
         self._segments = list[DataSegment]()  # empty until a state is loaded or saved: only the present one
         self._is_old = False  # True: the loaded state is of a version without segments
         self._order: SegmentedOrder | None = None
-        self._loader: BatchSource | None = None
+        self._loader: BatchLoader | None = None
 
     @abstractmethod
     def order(self, *, seed: int, seq_len: int) -> StoreOrder | DocumentOrder | Mixture:
@@ -143,7 +143,7 @@ class _OrderedData(_Data, ABC):
         """The position at which all budgets have ended; None: never. Of the order that `loader` has opened."""
         return self._order.end if self._order is not None else None
 
-    def loader(self, sampler: MicrobatchSampler, *, pin_memory: bool = False) -> BatchSource:
+    def loader(self, sampler: MicrobatchSampler, *, pin_memory: bool = False) -> BatchLoader:
         """Opens the loader of training, which the caller closes. Raises ValueError as `order` does. `pin_memory`: for copies to CUDA."""
         self._order = SegmentedOrder(self.orders())
         self._loader = self._open_loader(self._order, sampler, pin_memory)
@@ -189,7 +189,7 @@ class _OrderedData(_Data, ABC):
         for (first, order), (end, _) in pairwise(orders):
             if order is None and (needed := [hole for hole in holes if first <= hole < end]):
                 raise ValueError(
-                    f"training.sources: {len(needed)} sequences from {needed[0]} on were dealt out, but not trained on, before the data "
+                    f"training.sources: {len(needed)} sequences from {needed[0]} on were assigned, but not trained on, before the data "
                     "changed, and that data cannot be opened; restore it for one more step, or resume from an earlier checkpoint"
                 )
         present, order = orders[-1]
@@ -233,13 +233,14 @@ class CachedData(_OrderedData):
     ) -> None:
         super().__init__(config, further)
         self._corpus, self._validates = corpus, validates and config.dataset_held_out > 0
-        cut = self._validates and cuts(corpus, config.dataset_held_out)
+        cut = self._validates and needs_token_split(corpus, config.dataset_held_out)
         self.digest = f"cut {corpus.key}" if cut else corpus.key
 
     def summary(self) -> str:
         meta, held_out = self._corpus.meta, self._config.dataset_held_out
         train, validation = (
-            short(int(spans(self._corpus, split, held_out, may_cut=self._validates)[1].sum())) for split in SPLITS
+            short(int(spans(self._corpus, split, held_out, may_split_by_tokens=self._validates)[1].sum()))
+            for split in SPLITS
         )
         files = f"{meta.files} file{'s' * (meta.files != 1)}, {short(meta.bytes, 'B')}, digest {meta.content[:8]}"
         return f"{self._config.dataset}: {files}, {train} training tokens, {validation} validation tokens"
@@ -257,7 +258,7 @@ class CachedData(_OrderedData):
     def _of_split(self, split: str, seed: int, seq_len: int) -> DocumentOrder:
         held_out = self._config.dataset_held_out
         return DocumentOrder(
-            self._corpus, split, held_out=held_out, seed=seed, seq_len=seq_len, may_cut=self._validates
+            self._corpus, split, held_out=held_out, seed=seed, seq_len=seq_len, may_split_by_tokens=self._validates
         )
 
 
@@ -311,7 +312,7 @@ class StoredData(_OrderedData):
                 raise ValueError(
                     f"training.sources[{number}]: its budget is less than one sequence of {seq_len} tokens"
                 )
-            ingredients.append(Ingredient(order, source.weight, limit or None))
+            ingredients.append(MixtureSource(order, source.weight, limit or None))
         return Mixture(ingredients)
 
     def validation_orders(self, *, seq_len: int) -> dict[str, Order]:
@@ -338,10 +339,10 @@ class StreamedData(_Data):
         subset = f" ({config.dataset_subset})" if config.dataset_subset else ""
         return f"huggingface: {config.dataset_path}{subset}, split {config.dataset_split}, streamed in its own order"
 
-    def loader(self, sampler: MicrobatchSampler, *, pin_memory: bool = False) -> BatchSource:
+    def loader(self, sampler: MicrobatchSampler, *, pin_memory: bool = False) -> BatchLoader:
         return self._open("train", sampler, pin_memory)
 
-    def validation_loaders(self, sampler: MicrobatchSampler, *, pin_memory: bool = False) -> dict[str, BatchSource]:
+    def validation_loaders(self, sampler: MicrobatchSampler, *, pin_memory: bool = False) -> dict[str, BatchLoader]:
         own = {"": self._open("validation", sampler, pin_memory)} if self._config.dataset_held_out else {}
         return own | super().validation_loaders(sampler, pin_memory=pin_memory)
 

@@ -57,7 +57,7 @@ class MicrobatchSampler:
         ]
 
 
-class BatchSource(ABC):
+class BatchLoader(ABC):
     """Base of the loaders. The caller that opens one closes it."""
 
     def __init__(self, sampler: MicrobatchSampler, *, pin_memory: bool) -> None:
@@ -131,13 +131,13 @@ def open_loader(
     *,
     document_mask: bool = False,
     pin_memory: bool = False,
-) -> BatchSource:
+) -> BatchLoader:
     """Opens a loader that prefetches only the requested slots, in one thread or `num_workers` processes, with the same batches."""
     loader_class = WorkerLoader if config.num_workers else ThreadLoader
     return loader_class(_Reader(order, document_mask), sampler, config, pin_memory=pin_memory)
 
 
-class ThreadLoader(BatchSource):
+class ThreadLoader(BatchLoader):
     """Prefetches in one thread, at most `prefetch_factor` batches ahead."""
 
     def __init__(
@@ -187,7 +187,7 @@ class ThreadLoader(BatchSource):
                 ready.put(error)
 
 
-class WorkerLoader(BatchSource):
+class WorkerLoader(BatchLoader):
     """torch's DataLoader over tasks, with persistent workers, since a step is too short to start processes."""
 
     def __init__(

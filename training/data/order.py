@@ -12,7 +12,7 @@ below seq_len, split likewise, and its sequences are visited in the order of a p
 
 `Mixture`, of several stores: the source of position p is entry p of a repeating pattern in proportion to their weights (`pattern`).
 
-`SegmentedOrder`, of a run whose data changed at branch points: each begins a new order, at the position that was reached then."""
+`SegmentedOrder`, of a run whose data changed by resume.allow: each begins a new order, at the position that was reached then."""
 
 from __future__ import annotations
 
@@ -51,7 +51,8 @@ class Order(Protocol):
         """Returns for each token of `sequence(position)` the index in it of the first token of its document, [seq_len + 1] int64."""
 
     def left_over(self, position: int) -> int:
-        """Returns the sequences of the epoch of `position`, of each source, that come at `position` or later."""
+        """Returns how many sequences of the current epoch, summed over sources, are not visited before `position`; 0 where an epoch
+        begins."""
 
 
 def shuffled(count: int, seed: int, epoch: int) -> np.ndarray:
@@ -73,16 +74,20 @@ def in_split(corpus: Corpus, split: str, held_out: float) -> np.ndarray:
     return np.flatnonzero((corpus.buckets >= buckets.start) & (corpus.buckets < buckets.stop))
 
 
-def cuts(corpus: Corpus, held_out: float) -> bool:
-    """Returns True if the hashes of documents would leave a split empty, as with one document; then the last share of ids is held out."""
+def needs_token_split(corpus: Corpus, held_out: float) -> bool:
+    """Returns True if the hashes of documents would leave a split empty, as with one document; then the last share of all tokens is held
+    out."""
     held = np.count_nonzero(corpus.buckets < round(held_out * BUCKETS))
     return held_out > 0 and held in (0, len(corpus.buckets))
 
 
-def spans(corpus: Corpus, split: str, held_out: float, *, may_cut: bool = False) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the first id and the length of each document in `split`, both [n] int64. `may_cut`: where `cuts` holds, the last share of all
-    ids is the validation split, and the document in which it begins is in both; else nothing would be held out."""
-    if not (may_cut and cuts(corpus, held_out)):
+def spans(
+    corpus: Corpus, split: str, held_out: float, *, may_split_by_tokens: bool = False
+) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the offset of the first token and the length of each document in `split`, both [n] int64. `may_split_by_tokens`: where
+    `needs_token_split` holds, the last share of all tokens is the validation split, and the document in which it begins is in both; else
+    nothing would be held out."""
+    if not (may_split_by_tokens and needs_token_split(corpus, held_out)):
         documents = in_split(corpus, split, held_out)
         first = corpus.bounds[documents]
         return first, corpus.bounds[documents + 1] - first
@@ -105,16 +110,22 @@ class DocumentOrder:
     """The order of one split of a corpus in the cache."""
 
     def __init__(
-        self, corpus: Corpus, split: str, *, held_out: float, seed: int, seq_len: int, may_cut: bool = False
+        self, corpus: Corpus, split: str, *, held_out: float, seed: int, seq_len: int, may_split_by_tokens: bool = False
     ) -> None:
-        """`validation` is not shuffled: every validation sees the same sequences. `may_cut`: see `spans`. Raises ValueError if `split` has
-        no sequence."""
+        """`validation` is not shuffled: every validation sees the same sequences. `may_split_by_tokens`: see `spans`. Raises ValueError if
+        `split` has no sequence."""
         self._rebuild = partial(
-            DocumentOrder, corpus, split, held_out=held_out, seed=seed, seq_len=seq_len, may_cut=may_cut
+            DocumentOrder,
+            corpus,
+            split,
+            held_out=held_out,
+            seed=seed,
+            seq_len=seq_len,
+            may_split_by_tokens=may_split_by_tokens,
         )
         self._corpus, self._seed, self.seq_len = corpus, seed, seq_len
         self._shuffles = split == "train"
-        self._first, self._lengths = spans(corpus, split, held_out, may_cut=may_cut)
+        self._first, self._lengths = spans(corpus, split, held_out, may_split_by_tokens=may_split_by_tokens)
         self.tokens_per_epoch = int(self._lengths.sum())
         self.sequences_per_epoch = (self.tokens_per_epoch - 1) // seq_len
         if self.sequences_per_epoch < 1:
@@ -134,7 +145,7 @@ class DocumentOrder:
         return np.repeat(np.cumsum([0, *counts[:-1]]), counts)
 
     def _parts(self, position: int) -> Iterator[tuple[int, int]]:
-        """Yields the first id in the corpus, and the number of ids, of each document of a sequence."""
+        """Yields the offset of the first token in the corpus, and the number of tokens, of each document of a sequence."""
         assert position >= 0, position
         epoch, turn = divmod(position, self.sequences_per_epoch)
         index = turn * self._stride % self.sequences_per_epoch
@@ -183,7 +194,7 @@ class StoreOrder:
         """`seed` None: in the order of the store, for validation. `skip`: ranges of documents that are left out, first to end; they are
         numbered over the shards. Raises ValueError if `part` has no sequence."""
         self._store, self._part, self._seed, self.seq_len, self._skip = store, part, seed, seq_len, skip
-        self._spans = list(self._find_spans())  # shard, first id and end of each piece of the stream
+        self._spans = list(self._find_spans())  # shard, offset of the first token, and end of each piece of the stream
         self._ends = np.cumsum([end - first for _, first, end in self._spans])  # of the pieces in the stream
         self.tokens_per_epoch = int(self._ends[-1])
         self.sequences_per_epoch = (self.tokens_per_epoch - 1) // seq_len
@@ -229,7 +240,7 @@ class StoreOrder:
         return np.maximum.accumulate(starts)
 
     def _parts(self, position: int) -> Iterator[tuple[int, int, int]]:
-        """Yields the shard, the first id in it and the number of ids of each part of a sequence."""
+        """Yields the shard, the offset of the first token in it, and the number of tokens, of each part of a sequence."""
         assert position >= 0, position
         epoch, turn = divmod(position, self.sequences_per_epoch)
         offset = 0
@@ -287,7 +298,7 @@ def pattern(parts: Sequence[int]) -> np.ndarray:
 
 
 @dataclass(frozen=True)
-class Ingredient:
+class MixtureSource:
     """A source of a mixture. `limit`: sequences until its budget ends; None: no budget."""
 
     order: Order
@@ -298,7 +309,7 @@ class Ingredient:
 class _Phase:
     """Positions of a mixture from `first` on, until the budget of one more source has ended. `begun`: sequences that each had before."""
 
-    def __init__(self, first: int, ingredients: Sequence[Ingredient], begun: Sequence[int]) -> None:
+    def __init__(self, first: int, ingredients: Sequence[MixtureSource], begun: Sequence[int]) -> None:
         self.first, self.begun = first, list(begun)
         self.sources = [i for i, each in enumerate(ingredients) if each.limit is None or begun[i] < each.limit]
         self.parts = rounded([ingredients[i].weight for i in self.sources])
@@ -336,7 +347,7 @@ class Mixture:
     """The order of several sources in proportion to their weights. When the budget of one ends, the others share its positions; when all
     have ended, at `end`, they go on as if there were no budgets: train.py stops before that."""
 
-    def __init__(self, ingredients: Sequence[Ingredient]) -> None:
+    def __init__(self, ingredients: Sequence[MixtureSource]) -> None:
         self.ingredients = list(ingredients)
         self.seq_len = ingredients[0].order.seq_len
         self.tokens_per_epoch = sum(each.order.tokens_per_epoch for each in ingredients)
@@ -375,7 +386,7 @@ class Mixture:
 
 
 class SegmentedOrder:
-    """The order of a run whose data changed at branch points. A sequence of an earlier segment that is trained on late, as a hole of the
+    """The order of a run whose data changed by resume.allow. A sequence of an earlier segment that is trained on late, as a hole of the
     ledger, is cut to the present seq_len, or filled up with NO_TOKEN."""
 
     def __init__(self, segments: Sequence[tuple[int, Order | None]]) -> None:

@@ -118,7 +118,11 @@ def read_manifest(folder: Path, setting: str) -> StoreManifest:
     path = folder / MANIFEST
     if not path.is_file():
         unfinished = (folder / JOURNAL).is_file()
-        why = "is not finished: run its prepare_data again, it goes on" if unfinished else f"has no {MANIFEST}"
+        why = (
+            "is not finished: run the same prepare_data command again, which continues it"
+            if unfinished
+            else f"has no {MANIFEST}"
+        )
         made = "" if unfinished else "; make one with scripts/prepare_data.py SOURCE... --out DIR"
         raise ValueError(f"{setting}: the token store {folder} {why}{made}")
     try:
@@ -217,7 +221,8 @@ class StoreWriter:
             self._sync_journal()
 
     def _new_shard(self) -> tuple[IO[bytes], list[np.ndarray], list[tuple[np.ndarray, np.ndarray]], int, int]:
-        """Returns the file of the next shard, the lengths of its documents, those that are held out, number of ids, and the largest."""
+        """Returns the file of the next shard, the lengths of its documents, those that are held out, the number of tokens, and the largest
+        id."""
         return (self._folder / f"{len(self.shards):05}.bin").open("wb"), [], [], 0, 0
 
     def _end_shard(self, *, last: bool = False) -> None:

@@ -14,7 +14,7 @@ from torch.utils.data import IterableDataset
 
 from training.config import TrainingConfig, need
 from training.data.cache import bucket_of
-from training.data.loader import Batch, BatchSource, MicrobatchSampler, Task, end_workers, iterate, make_batch
+from training.data.loader import Batch, BatchLoader, MicrobatchSampler, Task, end_workers, iterate, make_batch
 from training.data.order import buckets_of
 from training.data.sources import text_of_record
 from training.tokenizer import Tokenizer
@@ -94,7 +94,7 @@ class PackedStream(IterableDataset[np.ndarray]):
             self._cursor, self._records = {}, None
 
 
-class StreamingLoader(BatchSource):
+class StreamingLoader(BatchLoader):
     """Loads batches from a stream. For validation every load returns the same first batches, which stay in memory."""
 
     def __init__(

@@ -3,4 +3,4 @@
 export const GLYPHS = {
   training: "✓", waiting: "…", joining: "+", healing: "↻", late: "!", silent: "?", "sitting out": "‖", left: "−", lost: "✕",
 };
-export const LANE_GLYPHS = { membership: "◆", heal: "↻", commit: "▲", corruption: "■", storage: "●", branch: "✎" };
+export const LANE_GLYPHS = { membership: "◆", heal: "↻", commit: "▲", corruption: "■", storage: "●", settings: "✎" };

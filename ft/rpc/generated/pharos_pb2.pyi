@@ -84,7 +84,7 @@ class Times(_message.Message):
     collective_s: float
     def __init__(self, beat_s: _Optional[float] = ..., heartbeat_timeout_s: _Optional[float] = ..., rendezvous_s: _Optional[float] = ..., heal_grace_s: _Optional[float] = ..., takeover_s: _Optional[float] = ..., stall_s: _Optional[float] = ..., collective_s: _Optional[float] = ...) -> None: ...
 
-class Terms(_message.Message):
+class JobLimits(_message.Message):
     __slots__ = ("min_replicas", "takeover_s", "num_replica_groups")
     MIN_REPLICAS_FIELD_NUMBER: _ClassVar[int]
     TAKEOVER_S_FIELD_NUMBER: _ClassVar[int]
@@ -173,18 +173,18 @@ class QuorumRequest(_message.Message):
     def __init__(self, call: _Optional[_Union[Call, _Mapping]] = ..., roster: _Optional[str] = ...) -> None: ...
 
 class QuorumReply(_message.Message):
-    __slots__ = ("quorum", "same", "restore", "times", "terms")
+    __slots__ = ("quorum", "same", "restore", "times", "limits")
     QUORUM_FIELD_NUMBER: _ClassVar[int]
     SAME_FIELD_NUMBER: _ClassVar[int]
     RESTORE_FIELD_NUMBER: _ClassVar[int]
     TIMES_FIELD_NUMBER: _ClassVar[int]
-    TERMS_FIELD_NUMBER: _ClassVar[int]
+    LIMITS_FIELD_NUMBER: _ClassVar[int]
     quorum: Quorum
     same: SameRoster
     restore: Restore
     times: Times
-    terms: Terms
-    def __init__(self, quorum: _Optional[_Union[Quorum, _Mapping]] = ..., same: _Optional[_Union[SameRoster, _Mapping]] = ..., restore: _Optional[_Union[Restore, _Mapping]] = ..., times: _Optional[_Union[Times, _Mapping]] = ..., terms: _Optional[_Union[Terms, _Mapping]] = ...) -> None: ...
+    limits: JobLimits
+    def __init__(self, quorum: _Optional[_Union[Quorum, _Mapping]] = ..., same: _Optional[_Union[SameRoster, _Mapping]] = ..., restore: _Optional[_Union[Restore, _Mapping]] = ..., times: _Optional[_Union[Times, _Mapping]] = ..., limits: _Optional[_Union[JobLimits, _Mapping]] = ...) -> None: ...
 
 class SameRoster(_message.Message):
     __slots__ = ("quorum_id", "epoch", "reference", "assigned", "assignment_id")
@@ -411,7 +411,7 @@ class RankReply(_message.Message):
     def __init__(self, quorum: _Optional[_Union[QuorumResult, _Mapping]] = ..., restore: _Optional[_Union[Restore, _Mapping]] = ..., go: _Optional[_Union[Done, _Mapping]] = ...) -> None: ...
 
 class Vote(_message.Message):
-    __slots__ = ("group_rank", "kind", "quorum_id", "attempt", "step", "verdict", "change", "reason", "blame", "whole")
+    __slots__ = ("group_rank", "kind", "quorum_id", "attempt", "step", "verdict", "change", "reason", "divergent", "whole")
     GROUP_RANK_FIELD_NUMBER: _ClassVar[int]
     KIND_FIELD_NUMBER: _ClassVar[int]
     QUORUM_ID_FIELD_NUMBER: _ClassVar[int]
@@ -420,7 +420,7 @@ class Vote(_message.Message):
     VERDICT_FIELD_NUMBER: _ClassVar[int]
     CHANGE_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
-    BLAME_FIELD_NUMBER: _ClassVar[int]
+    DIVERGENT_FIELD_NUMBER: _ClassVar[int]
     WHOLE_FIELD_NUMBER: _ClassVar[int]
     group_rank: int
     kind: str
@@ -430,12 +430,12 @@ class Vote(_message.Message):
     verdict: str
     change: bool
     reason: str
-    blame: _containers.RepeatedScalarFieldContainer[str]
+    divergent: _containers.RepeatedScalarFieldContainer[str]
     whole: bool
-    def __init__(self, group_rank: _Optional[int] = ..., kind: _Optional[str] = ..., quorum_id: _Optional[int] = ..., attempt: _Optional[int] = ..., step: _Optional[int] = ..., verdict: _Optional[str] = ..., change: bool = ..., reason: _Optional[str] = ..., blame: _Optional[_Iterable[str]] = ..., whole: bool = ...) -> None: ...
+    def __init__(self, group_rank: _Optional[int] = ..., kind: _Optional[str] = ..., quorum_id: _Optional[int] = ..., attempt: _Optional[int] = ..., step: _Optional[int] = ..., verdict: _Optional[str] = ..., change: bool = ..., reason: _Optional[str] = ..., divergent: _Optional[_Iterable[str]] = ..., whole: bool = ...) -> None: ...
 
 class Outcome(_message.Message):
-    __slots__ = ("kind", "quorum_id", "attempt", "step", "verdict", "change", "reason", "blame", "healed")
+    __slots__ = ("kind", "quorum_id", "attempt", "step", "verdict", "change", "reason", "divergent", "healed")
     KIND_FIELD_NUMBER: _ClassVar[int]
     QUORUM_ID_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
@@ -443,7 +443,7 @@ class Outcome(_message.Message):
     VERDICT_FIELD_NUMBER: _ClassVar[int]
     CHANGE_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
-    BLAME_FIELD_NUMBER: _ClassVar[int]
+    DIVERGENT_FIELD_NUMBER: _ClassVar[int]
     HEALED_FIELD_NUMBER: _ClassVar[int]
     kind: str
     quorum_id: int
@@ -452,9 +452,9 @@ class Outcome(_message.Message):
     verdict: str
     change: bool
     reason: str
-    blame: _containers.RepeatedScalarFieldContainer[str]
+    divergent: _containers.RepeatedScalarFieldContainer[str]
     healed: bool
-    def __init__(self, kind: _Optional[str] = ..., quorum_id: _Optional[int] = ..., attempt: _Optional[int] = ..., step: _Optional[int] = ..., verdict: _Optional[str] = ..., change: bool = ..., reason: _Optional[str] = ..., blame: _Optional[_Iterable[str]] = ..., healed: bool = ...) -> None: ...
+    def __init__(self, kind: _Optional[str] = ..., quorum_id: _Optional[int] = ..., attempt: _Optional[int] = ..., step: _Optional[int] = ..., verdict: _Optional[str] = ..., change: bool = ..., reason: _Optional[str] = ..., divergent: _Optional[_Iterable[str]] = ..., healed: bool = ...) -> None: ...
 
 class RankUp(_message.Message):
     __slots__ = ("hello", "report", "rejoin", "happened", "wants_to_leave")

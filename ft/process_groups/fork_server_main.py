@@ -15,7 +15,7 @@ REST_S = 1.0  # delay from a request to the fork of the next standby: the step t
 
 
 def main() -> None:
-    """Runs `python -m ft.process_groups.baby_worker DESCRIPTOR PARENT_PID`. Each request brings a socket for a child; the reply is the
+    """Runs `python -m ft.process_groups.fork_server_main DESCRIPTOR PARENT_PID`. Each request brings a socket for a child; the reply is the
     child's process ID (pid). Forks a standby child while there are no requests. Ends when the parent closes the channel."""
     die_with(int(sys.argv[2]))
     import ft.process_groups.baby  # noqa: F401  # with torch
