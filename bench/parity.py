@@ -27,6 +27,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import replace
+from functools import cache
 from itertools import cycle, islice, product
 from math import inf, isfinite, prod
 from operator import attrgetter
@@ -262,8 +263,7 @@ def _legal(task: Task, degrees: ParallelDims, options: tuple[Option, ...]) -> bo
         task.model.check_tensor_parallel(degrees.tp)
         for case in (_case(task, degrees, options, optimizer, 0) for optimizer in STEPS):
             config, size = case.layout.parallelism, case.local_batch_size
-            with torch.device("meta"):
-                model = build(task, case.vocab_size)
+            model = _meta_model(task, case.vocab_size)
             check_experts(model, degrees, config)
             if degrees.tp > 1:
                 check_plan(model, degrees)
@@ -275,6 +275,12 @@ def _legal(task: Task, degrees: ParallelDims, options: tuple[Option, ...]) -> bo
     except ValueError:
         return False
     return True
+
+
+@cache
+def _meta_model(task: Task, vocab_size: int) -> Any:
+    with torch.device("meta"):
+        return build(task, vocab_size)
 
 
 def _case(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -117,10 +118,13 @@ def case(task: Task, layout: str, optimizer: str) -> ParityCase:
     [found] = [
         case
         for ranks in (1, 2, 4)
-        for case in cases(task, ranks)
+        for case in _cases(task, ranks)
         if (case.title, case.optimizer) == (layout, optimizer)
     ]
     return found
+
+
+_cases = cache(cases)
 
 
 def test_every_way_to_share_the_ranks_is_there(tmp_path: Path):
