@@ -31,6 +31,7 @@ from ft.dashboard.feed import Feed
 from ft.dashboard.history import clean
 from ft.dashboard.view import DRAINED, KILLED
 from ft.protocol import messages as m
+from ft.protocol.roster import takeover_order_s
 from ft.rpc.access import Access, Endpoint
 from ft.rpc.codec import MAX_TEXT, ORDERS
 from ft.rpc.lighthouse_service import LighthouseService
@@ -61,6 +62,7 @@ IDLE_S = 75.0  # keep-alive of a connection; longer than the usual scrape interv
 HANDSHAKE_S = 10.0
 BACKLOG = 100  # connections accepted at once; below MAX_CONNECTIONS, so that the oldest connection is fully set up
 FLAGS = {"drain": DRAINED, "kill": KILLED}
+TAKEOVER = "takeover"  # an order to the lighthouse itself: replica_id is ""
 log = logging.getLogger("pharos.lighthouse")
 # field of Report -> name and help of its gauge, which has the label `replica`
 METRICS = {
@@ -191,12 +193,19 @@ class Orders:
             order, replica_id = asked["order"], asked["replica_id"]
         except (ValueError, KeyError, TypeError, RecursionError):
             raise web.HTTPBadRequest(text='an order is {"order": ..., "replica_id": ...}\n') from None
-        if order not in ORDERS or not isinstance(replica_id, str):
-            raise web.HTTPBadRequest(text=f"order: legal is {' or '.join(ORDERS)}; replica_id: a string\n")
+        if order not in (*ORDERS, TAKEOVER) or not isinstance(replica_id, str):
+            legal = " or ".join((*ORDERS, TAKEOVER))
+            raise web.HTTPBadRequest(text=f"order: legal is {legal}; replica_id: a string\n")
         return order, replica_id
 
     def _carry_out(self, order: str, replica_id: str, who: str) -> str:
         service, history = self._service, self._feed.history
+        if order == TAKEOVER:
+            service.driver.feed(m.TakeOver())
+            valid_s = takeover_order_s(service.config.times.takeover_s)
+            words = f"groups may continue without the members that held the state, for {valid_s:g} s and as long as a group waits"
+            history.add("membership", "info", f"an operator ({who}) allows a takeover")
+            return words
         peer = service.machine.roster.peers.get(replica_id)
         if peer is None:
             raise web.HTTPNotFound(text=f"no such group is alive: {clean(replica_id, MAX_TEXT)}\n")

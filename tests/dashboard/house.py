@@ -34,6 +34,7 @@ class House:
         min_replicas: int = 1,
         port: int = 0,
         heartbeat_s: float = 3600.0,
+        takeover_s: float | None = 30.0,
         **limits: float,
     ) -> None:
         """limits: attributes of the Feed."""
@@ -44,7 +45,7 @@ class House:
             min_replicas=min_replicas,
             join_timeout_s=60.0,
             tick_s=0.02,
-            times=m.Timeouts(beat_s=heartbeat_s / 9, heartbeat_timeout_s=heartbeat_s, rendezvous_s=2 * heartbeat_s),
+            times=m.Timeouts(heartbeat_s / 9, heartbeat_s, 2 * heartbeat_s, takeover_s=takeover_s),
         )
         self._thread = threading.Thread(target=lambda: asyncio.run(self._run(config, port)), daemon=True)
         self._thread.start()

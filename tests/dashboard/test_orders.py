@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from types import SimpleNamespace
 from typing import Any
@@ -110,6 +112,20 @@ def test_a_drained_group_is_asked_once_and_a_later_kill_kills(
     assert a.line() == "", "it was asked twice"
 
 
+def test_an_operator_lets_a_group_continue_without_the_state(house: Houses, group: Callable[[House, str], Group]):
+    one = house(heartbeat_s=9.0, takeover_s=None)
+    a, b = group(one, "a"), group(one, "b")
+    assert a.ask().members == ("a:1",)
+    os.kill(a.server.pid, signal.SIGKILL)
+    with one.watch() as reader, ThreadPoolExecutor() as threads:
+        answer = threads.submit(b.ask)
+        reader.until(lambda r: r.row("b:1"))
+        assert not answer.done()
+        assert one.order("takeover", "")[0] == 202
+        assert answer.result(WAIT_S).members == ("b:1",)
+        reader.until(lambda r: "an operator (127.0.0.1) allows a takeover" in r.texts)
+
+
 def test_a_signal_to_a_process_that_is_gone_hits_nobody():
     process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     held = Process(process.pid)
@@ -124,7 +140,7 @@ def test_a_signal_to_a_process_that_is_gone_hits_nobody():
         ("kill", "0:a", {"Authorization": "Bearer 0123456789abcdee"}, 401, "this job has a token"),
         ("kill", "9:z", None, 404, "no such group is alive: 9:z"),
         ("kill", "\u202e9", None, 404, "no such group is alive: \ufffd9"),
-        ("stop", "0:a", None, 400, "order: legal is drain or kill"),
+        ("stop", "0:a", None, 400, "order: legal is drain or kill or takeover"),
         ("kill", 7, None, 400, "replica_id: a string"),
         ("kill", ["0:a"], None, 400, "replica_id: a string"),
         ("kill", "x" * 20_000, None, 413, "an order has at most 16384 bytes"),

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from torch.utils import backend_registration
 
-from tests.dryrun.cases import Case, layouts, shipped
+from tests.dryrun.cases import SCHEDULES, Case, layouts, shipped
 
 pytestmark = [
     pytest.mark.timeout(1200),
@@ -112,7 +112,9 @@ def verdict(case: Case, result: dict[str, Any]) -> set[str]:
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=pytest.mark.long) if name in layouts() and CASES[name].sizes.world_size == 8 else name
+        pytest.param(name, marks=pytest.mark.long)
+        if name in layouts().keys() - SCHEDULES and CASES[name].sizes.world_size > 2
+        else name
         for name in CASES
         if name not in BREAKS
     ],

@@ -40,14 +40,14 @@ def mixture_task(folder: Path) -> Task:
         ("cp 2, ep 2", "AdamW"),
         pytest.param("ddp 2", "SGD", marks=pytest.mark.long),
         pytest.param("fsdp 4, ep 2", "SGD", marks=pytest.mark.long),
-        ("fsdp 4, ep 4", "AdamW"),
+        pytest.param("fsdp 4, ep 4", "AdamW", marks=pytest.mark.long),
         ("fsdp 2 + tp 2, ep 4", "SGD"),
-        ("fsdp 2 + cp 2, ep 2", "SGD"),
+        pytest.param("fsdp 2 + cp 2, ep 2", "SGD", marks=pytest.mark.long),
         pytest.param("hsdp 2x2, ep 2", "AdamW", marks=pytest.mark.long),
-        ("ddp 2 + tp 2", "SGD"),
+        pytest.param("ddp 2 + tp 2", "SGD", marks=pytest.mark.long),
         ("pp 2 + fsdp 2, ep 2", "SGD"),
         ("hsdp 2x2, ep 2", "Muon"),
-        ("fsdp 4, ep 2", "Muon"),
+        pytest.param("fsdp 4, ep 2", "Muon", marks=pytest.mark.long),
     ],
 )
 def test_a_layout_computes_what_one_process_computes(proof: parity.Proof, layout: str, optimizer: str):

@@ -203,7 +203,7 @@ def follow(
 
 # 61 and 259 rows are divided by no layout: FSDP over TP cuts 31 and 30 rows again.
 CHAINS = [
-    ("fsdp4 > one > hsdp4 > ddp2 > fsdp2", 61, OPTIMIZER),
+    pytest.param("fsdp4 > one > hsdp4 > ddp2 > fsdp2", 61, OPTIMIZER, marks=pytest.mark.long),
     ("fsdp2 tp2 > tp2 cp2 > one > ddp2 tp2 > fsdp2 cp2 > tp2", 259, OPTIMIZER),
     ("pp2 fsdp2 > fsdp2 tp2 > pp2 tp2 > cp2 > pp2 looped > hsdp4", 61, OPTIMIZER),
     ("fsdp2 tp2 > hsdp4 > pp2", 61, MUON),
