@@ -15,6 +15,7 @@ import models
 from configs.document import Origin
 from ft.config import FaultTolerance
 from models.contract import Model, ModelConfig
+from models.init import NoInit
 from parallelisms.activation_checkpoint import ActivationCheckpointConfig
 from parallelisms.distributed import CommConfig
 from parallelisms.execution import CompileConfig, ExecutionConfig, Precision
@@ -88,7 +89,7 @@ class RunConfig:
     def meta_model(self, vocab_size: int, max_seq_len: int = 0) -> Model:
         """Returns the model on the meta device, without memory. `max_seq_len`: 0: training.seq_len."""
         build = model_module(self.model.name).build
-        with torch.device("meta"):
+        with torch.device("meta"), NoInit():
             return build(self.model, vocab_size=vocab_size, max_seq_len=max_seq_len or self.training.seq_len)
 
     def execution_config(self, precision: Precision, *, vocab_size: int, device_type: str) -> ExecutionConfig:

@@ -8,13 +8,25 @@ from __future__ import annotations
 
 import hashlib
 import math
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from models.contract import Model
 
 BLOCK_ROWS = 128
+
+
+class NoInit(TorchFunctionMode):
+    """Leaves out torch.nn.init, for `with torch.device("meta"), NoInit():`. Modules call it when they are built; on the meta device it
+    computes nothing, but takes milliseconds for each, and imports the compiler, a second."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(func, "__module__", None) == "torch.nn.init":
+            return args[0] if args else kwargs["tensor"]
+        return func(*args, **(kwargs or {}))
 
 
 @torch.no_grad()

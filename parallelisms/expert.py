@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Shard, distribute_tensor
 
 from models import ops
 from models.contract import Experts, Model, Router, nearest_divisors
@@ -24,6 +23,8 @@ from parallelisms.mesh import CP, EP, TP, ParallelDims, ParallelismConfig
 def apply_expert_parallel(part: Model, mesh: DeviceMesh, experts_mesh: DeviceMesh) -> None:
     """Shards the experts of `part`, on the meta device, over the ep axis of `experts_mesh`, and makes routers sum over sequences that ranks
     of `mesh` share."""
+    from torch.distributed.tensor import Shard, distribute_tensor  # not needed to check a configuration
+
     ep, group = experts_mesh[EP], experts_mesh[EP].get_group().group_name
     shared = [str(mesh[axis].get_group().group_name) for axis in (CP, TP) if mesh[axis].size() > 1]
     for module in part.modules():

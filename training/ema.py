@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from training.checkpoint import plain_name
@@ -33,7 +32,7 @@ class EMA:
     def update(self) -> None:
         """Follows the weights of a committed step."""
         both = [*self.averages.values(), *self._weights]
-        shards = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in both]
+        shards = [tensor.to_local() if hasattr(tensor, "to_local") else tensor for tensor in both]
         averages, weights = shards[: len(both) // 2], [shard.float() for shard in shards[len(both) // 2 :]]
         if self.n_averaged:
             self._average(averages, weights, self.n_averaged)

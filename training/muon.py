@@ -10,8 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Replicate
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.optim._muon import DEFAULT_A, DEFAULT_B, DEFAULT_C, EPS, _adjust_lr
 
 
@@ -29,7 +27,7 @@ def muon_step(state: Mapping[Any, Any], group: Mapping[str, Any], dtype: torch.d
         if parameter.grad is None:
             continue
         tensors = (parameter, parameter.grad, state[parameter]["momentum_buffer"])
-        weight, grad, buffer = (tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors)
+        weight, grad, buffer = (tensor.to_local() if hasattr(tensor, "to_local") else tensor for tensor in tensors)
         buffer.lerp_(grad, 1 - momentum)
         if not lr:
             continue
@@ -42,6 +40,9 @@ def muon_step(state: Mapping[Any, Any], group: Mapping[str, Any], dtype: torch.d
 def orthogonal_shard(update: Tensor, parameter: Tensor, *, steps: int, dtype: torch.dtype) -> Tensor:
     """Returns this rank's shard of the orthogonalised matrices of which `update` is the shard. Shards of whole experts stay where they
     are."""
+    from torch.distributed.tensor import DTensor, Replicate  # see optimizer.py
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
     if not isinstance(parameter, DTensor):
         return orthogonalize(update.to(dtype), steps=steps).to(update.dtype)
     mesh, kinds = parameter.device_mesh, list(parameter.placements)

@@ -8,18 +8,20 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Annotated, Any, Literal, NamedTuple, cast
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from training.config import TrainingConfig
 from training.ema import EMA
 from training.muon import is_hidden_matrix, muon_step
 from training.progress import Progress
 from training.spikes import SpikeRule
+
+if TYPE_CHECKING:  # takes as long to import as torch, and a configuration is checked without it
+    from torch.distributed.tensor import DTensor
 
 
 @dataclass(frozen=True)
@@ -99,7 +101,8 @@ class LocalAdam(torch.optim.Adam):
         skip: Any = getattr(self, "found_inf", None)
         for parameter, update in self.own_updates:
             if parameter.grad is not None:
-                local, grad = (x.to_local() if isinstance(x, DTensor) else x for x in (parameter, parameter.grad))
+                shards = (x.to_local() if hasattr(x, "to_local") else x for x in (parameter, parameter.grad))
+                local, grad = cast(tuple[Tensor, Tensor], tuple(shards))
                 update(local, grad if skip is None else grad * (1 - skip))
         return result
 
@@ -111,7 +114,7 @@ class LocalAdam(torch.optim.Adam):
     def _init_group(self, group: dict[str, Any], *lists: list[Tensor]) -> bool:
         is_complex = bool(super()._init_group(group, *lists))
         for tensors in lists:
-            tensors[:] = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
+            tensors[:] = [tensor.to_local() if hasattr(tensor, "to_local") else tensor for tensor in tensors]
         return is_complex
 
 
@@ -212,10 +215,10 @@ def gradient_norm(parameters: Iterable[nn.Parameter], loss: float | None = None)
     the squares of its shards; of ranks with the same shard only the first one does, so that each element counts once. With `loss`, whose
     last bits may differ between ranks, it returns [norm, the loss of rank 0]."""
     parameters = [p for p in parameters if p.grad is not None]
-    norms = torch._foreach_norm([cast(DTensor, p.grad).to_local() for p in parameters], 2, dtype=torch.float32)
+    norms = torch._foreach_norm([cast("DTensor", p.grad).to_local() for p in parameters], 2, dtype=torch.float32)
     owned, device = [], "cpu"  # device type of the mesh, whose backend all-reduces
-    for norm, parameter in zip(norms, parameters, strict=True):
-        assert isinstance(parameter, DTensor), "parallelize() makes every parameter a DTensor"
+    for norm, sharded in zip(norms, parameters, strict=True):
+        parameter = cast("DTensor", sharded)  # parallelize() makes every parameter one
         mesh, device = parameter.device_mesh, parameter.device_mesh.device_type
         coordinate = mesh.get_coordinate()
         assert coordinate is not None
@@ -285,7 +288,7 @@ class OptimizerStep:
                     kernel: Any = self.optimizer
                     kernel.grad_scale, kernel.found_inf = grad_scale, applies.logical_not().float()
                 else:
-                    gradients = [cast(DTensor, p.grad).to_local() for p in self.parameters if p.grad is not None]
+                    gradients = [cast("DTensor", p.grad).to_local() for p in self.parameters if p.grad is not None]
                     torch._foreach_div_(gradients, grad_scale.item())
                 self.optimizer.step()
         with self.progress.phase("reduce"):

@@ -5,6 +5,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -282,3 +284,18 @@ def test_sets_of_validation_have_different_names(folder: Path) -> None:
     assert complaints(folder, sources, *more) == [
         '--validation.sources[0].name = "a": a source of training has this name; give another one'
     ]
+
+
+def test_a_configuration_is_checked_without_what_takes_as_long_to_import_as_torch() -> None:
+    """Its model included. A launcher checks before any rank starts, and bad input is told at once."""
+    program = """
+import sys
+from configs.check import check
+from configs.load import load
+for name in ("llama", "moe"):
+    check(load([f"configs/{name}.toml"]), world_size=1)
+print(*{"sympy", "torch._dynamo", "torch.distributed.tensor"} & sys.modules.keys())
+"""
+    root = Path(__file__).resolve().parents[2]
+    done = subprocess.run([sys.executable, "-c", program], cwd=root, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == []
