@@ -126,7 +126,7 @@ class Run(Components):
         if config.checkpoint.create_seed_checkpoint:
             return self.checkpointer.save_seed()
         if (reached := max(self.manager.step, self.exported_step)) >= steps:
-            self.saver.wait_stored()  # an earlier launch may have ended before the upload was complete
+            self.saver.wait_uploaded()  # an earlier launch may have ended before the upload was complete
             return self.log.info("finished already: %d of %d steps; raise training.steps to continue", reached, steps)
         self.watchdog, profiler, garbage_collection, fault_injector = self.start_monitoring()
         requests = 0  # bits STOP and SAVE that the ranks agreed on in the newest step
@@ -366,7 +366,7 @@ class Run(Components):
         if released.has_state and self.manager.step:
             with self.progress.phase("checkpoint"):
                 self.saver.write(settled=False)
-            self.saver.wait_stored()
+            self.saver.wait_uploaded()
         self.log.info("%s", released)
         self.print_summary("stopped at", "the same command resumes the run")
 

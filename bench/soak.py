@@ -164,8 +164,8 @@ def group_process(name: str, lighthouse: str, folder: Path, talk: Any) -> None:
                     step, self.size = manager.step, commit.quorum_size
                     self.commits[step] = manager.commit_id
                     self.commits.pop(min(self.commits) if len(self.commits) > 64 else -1, None)
-                    relay.write("journals", step, {"loss": commit.mean_loss})
-                    relay.write("records", step, {"slots": [slot for slot, _ in commit.slots]})
+                    relay.write("metrics", step, {"loss": commit.mean_loss})
+                    relay.write("samples", step, {"slots": [slot for slot, _ in commit.slots]})
                     if checkpointer.due(step):
                         checkpointer.save(step)
                 model.zero_grad()

@@ -294,8 +294,8 @@ class Manager:
         self._trainer_effect, self.step, self.commit_id = None, effect.step % STEPS_PER_BRANCH, effect.commit_id
         self._has_committed = True
         telemetry, now_s = self._telemetry, time.monotonic()
-        telemetry.step_seconds.append(now_s - telemetry.committed_s)
-        telemetry.committed_s, telemetry.first_began_s, telemetry.mean_loss = now_s, math.inf, effect.mean_loss
+        telemetry.step_seconds.append(now_s - telemetry.committed_at_s)
+        telemetry.committed_at_s, telemetry.first_began_s, telemetry.mean_loss = now_s, math.inf, effect.mean_loss
         self.may_exit = self.may_exit or effect.leave
         return Commit(
             effect.divisor,
@@ -345,7 +345,7 @@ class Manager:
 
     @property
     def last_waiting_for_others_s(self) -> float:
-        return self.client.message_s
+        return self.client.message_at_s
 
     def leave(self) -> None:
         self._leaves = True

@@ -104,7 +104,7 @@ class ManagerTelemetry:
         self._sends: tuple[float, float] | None = None  # start and time limit of a commit's wait for joiners
         self.waits: deque[float] = deque(maxlen=KEPT)  # seconds, of complete reductions
         self.step_seconds: deque[float] = deque(maxlen=KEPT)
-        self._began_s = self.committed_s = clock()
+        self._began_s = self.committed_at_s = clock()
         self.mean_loss = 0.0  # of the newest step
 
     @property

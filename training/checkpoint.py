@@ -218,11 +218,11 @@ class Checkpointer:
         if step in self._uploader.done:
             return True
         try:
-            return not self.is_putting(step) and max({0, *self._uploader.store.steps()} - self._stale) >= step
+            return not self.is_uploading(step) and max({0, *self._uploader.store.steps()} - self._stale) >= step
         except OSError:
             return False
 
-    def is_putting(self, step: int) -> bool:
+    def is_uploading(self, step: int) -> bool:
         """Returns True if the object store does not have a save of this group yet. Called on one rank."""
         return self._uploader is not None and step in self._uploader.in_use
 
@@ -267,7 +267,7 @@ class Checkpointer:
         self.wait()
         self._lease = UncheckedLease()  # no quorum is needed to write it
         self._write(0, 0, "model", {"model": self._states["model"].state_dict()}, planner)
-        while not self.wait_stored():
+        while not self.wait_uploaded():
             pass
 
     def load(self) -> int | None:
@@ -297,7 +297,7 @@ class Checkpointer:
         stored = self._uploader.replaceable if self._uploader else ()
         self._stale = {newer for newer in (*steps, *stored) if newer > self._loaded_step}
         if step is not None:
-            self.put(step)  # an earlier launch was killed before it was put there
+            self.upload(step)  # an earlier launch was killed before its upload
         if self._saves_enabled and self._config.async_mode != "disabled":
             self._prepare_background()  # slower than a copy, as it allocates memory: now rather than in the first save
         return step
@@ -363,7 +363,7 @@ class Checkpointer:
             saving, self.saving = self.saving, None
             saving.result()
 
-    def put(self, step: int) -> None:
+    def upload(self, step: int) -> None:
         """Asks for an upload of a local checkpoint into the object store, if the folder is one and does not have it. Returns at once."""
         uploader = self._uploader
         if (
@@ -371,17 +371,17 @@ class Checkpointer:
             and self._saves_enabled
             and step in {*files.list_steps(self.folder)} - uploader.replaceable
         ):
-            uploader.offer(step)
+            uploader.enqueue(step)
 
-    def wait_stored(self, timeout_s: float = 1.0) -> bool:
+    def wait_uploaded(self, timeout_s: float = 1.0) -> bool:
         """Returns True once the object store has the newest save, or if the folder is none; False after `timeout_s`. Collective. Raises
-        CheckpointFailed if the store has refused it since `retry_stored`."""
+        CheckpointFailed if the store has refused it since `retry_upload`."""
         if not is_url(self._config.folder):
             return True
         self.wait()
         return self._ranks.on_rank0(lambda: self._uploader is None or self._uploader.wait(timeout_s))
 
-    def retry_stored(self) -> None:
+    def retry_upload(self) -> None:
         """Tries at once what the object store has refused."""
         if self._uploader is not None:
             self._uploader.retry()
@@ -458,7 +458,7 @@ class Checkpointer:
         self._damaged.pop(step, None)
         self._stale.discard(step)
         if self._uploader is not None:
-            self._uploader.offer(step)
+            self._uploader.enqueue(step)
         label = ", weights only," if kind != "full" else "" if lease.settled else ", unsettled,"
         seconds = time.perf_counter() - began
         self._log.info("checkpoint: step %d%s saved: %.1f MB in %.2f s", step, label, size_bytes / 1e6, seconds)

@@ -275,7 +275,7 @@ class Components:
         if not (finished or manager_restores):  # else another group sends the state, or the manager calls `restore`
             self.load()
         if finished:
-            self.checkpointer.put(self.exported_step)
+            self.checkpointer.upload(self.exported_step)
         if is_rank0:
             self.announce_changes()
             self.metrics_processor.sink = self.cleanup.enter_context(closing(writer))

@@ -125,7 +125,7 @@ class MetricsProcessor:
         if logging_step:
             self._memory.read()
         self._row_changes = self._changes if step == self.resume_step else {}
-        self._journal(
+        self._write_metrics(
             step,
             loss=loss,
             grad_norm=grad_norm,
@@ -188,7 +188,7 @@ class MetricsProcessor:
             f"validation at step {step}: {self._log.paint(f'loss {loss:.4f}', 'magenta')}  "
             f"{bits_per_byte:.4f} bits per byte  {tokens:,} tokens in {seconds:.1f} s{named}"
         )
-        self._journal(
+        self._write_metrics(
             step,
             validation_loss=loss,
             validation_bits_per_byte=bits_per_byte,
@@ -234,7 +234,7 @@ class MetricsProcessor:
         more |= {"skipped": [list(span) for span in skipped]} if skipped else {}
         more |= {"spike": spike} if spike else {}
         more |= {"rewind": _rewind(rewound)} if rewound else {}
-        self._write("records", step, row | more)
+        self._write("samples", step, row | more)
         if self._changes:
             self._changes = self._row_changes = {}
             self._save_config()
@@ -313,8 +313,8 @@ class MetricsProcessor:
             return None
         return (self._progress.total() - self._after_first_s) / done * (self._steps - step)
 
-    def _journal(self, step: int, **scalars: Any) -> None:
-        self._write("journals", step, {**scalars, "time": self._wall_clock()})
+    def _write_metrics(self, step: int, **scalars: Any) -> None:
+        self._write("metrics", step, {**scalars, "time": self._wall_clock()})
 
     def _write(self, kind: Kind, step: int, scalars: Mapping[str, Any]) -> None:
         if self.sink is not None:

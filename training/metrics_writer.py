@@ -30,6 +30,7 @@ from training.writer_lease import Quorum, acquire, is_superseded
 
 ROWS_KEPT = 100  # at least; each quorum names the writer, so only the last few steps can be missing in the files
 SYNC_S = 5.0  # longest wait of a checkpoint for the rows before it
+FORMER_KINDS = {"journals": "metrics", "records": "samples"}  # in checkpoints of earlier versions
 ROW_BYTES = 1000  # memory of a row, without its text
 
 
@@ -89,7 +90,7 @@ class MetricsWriter:
         """Queues a row for the background writer."""
         row, quorum = Row(kind, step, dict(scalars)), self._writer_quorum()
         with self._lock:
-            begins_step = kind == "journals" and not row.is_validation
+            begins_step = kind == "metrics" and not row.is_validation
             if begins_step and self.kept and self.kept[-1].row.step >= step:  # the job has resumed from a checkpoint
                 self._replace_rows(kept.row for kept in self.kept if kept.row.step < step)
             self._append(row)
@@ -106,7 +107,8 @@ class MetricsWriter:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         with self._lock:
-            self._replace_rows(Row(*row) for row in json.loads(state["rows"]))
+            rows = ((FORMER_KINDS.get(kind, kind), *row) for kind, *row in json.loads(state["rows"]))
+            self._replace_rows(Row(*row) for row in rows)
 
     def sync(self) -> None:
         """Makes the rows durable (fsync) if this group is the writer; waits up to SYNC_S for storage."""
@@ -237,11 +239,11 @@ class MetricsWriter:
         the training data is the same in all and identifies a step. Charts are written after the journal and are not read."""
         metrics = last_rows(self._folder / METRICS, since=since, until=until)
         samples = last_rows(self._folder / SAMPLES, since=since, until=until)
-        found = Counter((row["step"], Row("journals", row["step"], row).is_validation) for row in metrics)
+        found = Counter((row["step"], Row("metrics", row["step"], row).is_validation) for row in metrics)
         steps, trained = Counter(row["step"] for row in samples), {row["step"]: row for row in samples}
 
         def is_written(row: Row) -> bool:
-            if row.kind == "records":
+            if row.kind == "samples":
                 return steps[row.step] == 1 and trained[row.step] == {"step": row.step, **row.scalars}
             return row.kind == "charts" or found[row.step, row.is_validation] == 1
 

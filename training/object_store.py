@@ -272,14 +272,14 @@ class Uploader:
         self._changed = threading.Condition()
         self._busy: int | None = None  # step that is on its way
         self._wanted: int | None = None  # newest step that is not in the store
-        self._since_s = 0.0  # when the oldest save that waits was offered
+        self._since_s = 0.0  # when the oldest save that waits was enqueued
         self._failure = ""  # of the newest try
         self._refused = False  # a try has failed since the last `retry`
         self._refusal_raised = False
         self._retry_now = self._closed = self._slow_reported = False
         self._thread: threading.Thread | None = None
 
-    def offer(self, step: int) -> None:
+    def enqueue(self, step: int) -> None:
         """Asks for an upload of a local checkpoint. Returns at once."""
         with self._changed:
             waited_s = self._clock() - self._since_s

@@ -22,7 +22,7 @@ LOG_WAIT_S = 3.0  # a longer wait for another group's save is logged
 GRACE_S = 20.0  # how long a group waits for another group's save after a stop request
 
 # the step is saved, but not yet in the object store: put: wait for the upload; leave: a stop was requested, so exit without it
-Action = Literal["finish", "save", "put", "leave", "regroup", "wait", "stop"]
+Action = Literal["finish", "save", "upload", "leave", "regroup", "wait", "stop"]
 
 
 @dataclass(eq=False)
@@ -64,7 +64,7 @@ class Saver:
                 self.report(f"checkpoint: step {manager.step} is saved; earlier saves had failed")
             self._failed = False
         if manager.may_exit:
-            self.wait_stored()
+            self.wait_uploaded()
 
     def save_last(self, stop_requested: Callable[[], bool]) -> None:
         """Returns when the checkpoint of the last step exists, from any group. `stop_requested`: returns True if a stop was requested on
@@ -78,9 +78,9 @@ class Saver:
                 action = self.checkpointer.agree(lambda stop_on_any: self._next_action(step, stop_on_any), requested)
                 if action == "finish":
                     return self.manager.finish(saved=True)
-                if action in ("put", "leave"):
+                if action in ("upload", "leave"):
                     try:
-                        self.checkpointer.wait_stored()
+                        self.checkpointer.wait_uploaded()
                     except CheckpointFailed as failure:
                         if action == "leave":
                             self.manager.finish(saved=False)
@@ -116,13 +116,13 @@ class Saver:
         branch = len(self.manager.rewinds)
         self.checkpointer.save(self.manager.step, branch=branch, last=last, settled=settled)
 
-    def wait_stored(self) -> None:
+    def wait_uploaded(self) -> None:
         """Returns once the object store has the newest save, if there is one. Raises CheckpointFailed if the store refuses it."""
-        self.checkpointer.retry_stored()
-        stored = False
-        while not stored:
+        self.checkpointer.retry_upload()
+        uploaded = False
+        while not uploaded:
             with self.progress.phase("checkpoint"):  # one per iteration, since the watchdog limits its length
-                stored = self.checkpointer.wait_stored()
+                uploaded = self.checkpointer.wait_uploaded()
 
     def _next_action(self, step: int, stop_requested: bool) -> Action:
         """Returns the next action of all ranks; called on rank 0. `stop_requested`: on any of them."""
@@ -134,8 +134,8 @@ class Saver:
         if manager.writer_quorum is not None:
             if self._tried_at is None:
                 return "save"
-            if self.checkpointer.is_putting(step):
-                return "leave" if stop_requested else "put"
+            if self.checkpointer.is_uploading(step):
+                return "leave" if stop_requested else "upload"
             if stop_requested:
                 return "stop"
             return "save" if now_s - self._tried_at >= PAUSE_S else "wait"

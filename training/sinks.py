@@ -26,13 +26,13 @@ METRICS, SAMPLES = "metrics.jsonl", "samples.jsonl"  # in the run's folder
 EVENTS = "events.out.tfevents."  # prefix by which TensorBoard finds its files
 BEHIND = 32  # preceding lines whose steps a line is compared with
 
-# journals: every step, with the keys of metrics.jsonl; charts: logging steps, with TensorBoard's tags; records: the training data of every
+# metrics: every step, with the keys of metrics.jsonl; charts: logging steps, with TensorBoard's tags; samples: the training data of every
 # step, with the keys of samples.jsonl.
-Kind = Literal["journals", "charts", "records"]
+Kind = Literal["metrics", "charts", "samples"]
 ResumedStep = Callable[[], int | None]  # returns the last step whose rows are kept; None: no rows are kept
 
 
-class JournalSink(AppendedFile):
+class JsonlSink(AppendedFile):
     """One JSON object per line, `step` first. NaN and inf become null."""
 
     def write(self, step: int, scalars: Mapping[str, Any]) -> None:
@@ -74,9 +74,9 @@ class Sinks:
         the files are locked, so that they do not change before the truncation; if it raises, they stay unchanged. `tensorboard_folder`:
         relative to the run's folder; "": none. `settings`: the config as plain values, for W&B."""
         run_folder.mkdir(parents=True, exist_ok=True)
-        self._charts, locked = list[TensorBoardSink | WandbSink](), list[JournalSink]()
+        self._charts, locked = list[TensorBoardSink | WandbSink](), list[JsonlSink]()
         with ExitStack() as locks, ExitStack() as opened:
-            files = [opened.enter_context(closing(JournalSink(run_folder / name))) for name in (METRICS, SAMPLES)]
+            files = [opened.enter_context(closing(JsonlSink(run_folder / name))) for name in (METRICS, SAMPLES)]
             for file in files:
                 with suppress(BlockingIOError):
                     if locks.enter_context(file.locked()):
@@ -90,7 +90,7 @@ class Sinks:
             if wandb:
                 self._charts.append(WandbSink(run_folder, fresh=resumed is None, settings=settings or {}))
             opened.pop_all()
-        self._files = dict(zip(("journals", "records"), files, strict=True))
+        self._files = dict(zip(("metrics", "samples"), files, strict=True))
 
     def write(self, kind: Kind, step: int, scalars: Mapping[str, Any]) -> None:
         for sink in self._charts if kind == "charts" else [self._files[kind]]:
@@ -103,7 +103,7 @@ class Sinks:
     @contextmanager
     def locked(self) -> Iterator[None]:
         """Locks the files, so that a check of the lease and a write are atomic for the next writer."""
-        with self._files["journals"].locked(), self._files["records"].locked():
+        with self._files["metrics"].locked(), self._files["samples"].locked():
             yield
 
     def sync(self) -> None:

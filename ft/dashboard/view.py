@@ -109,7 +109,7 @@ class View:
             elif peer and peer.call:
                 step = m.step_of(peer.call.member.step)
             flags |= CONNECTED * (replica_id in self._service.streams)
-            silence_s = now - peer.seen_s if peer else 0.0
+            silence_s = now - peer.seen_at_s if peer else 0.0
             quiet = int(silence_s) if silence_s > silent_s else 0
             health, note = self._health(replica_id, bool(member), quiet, late)
             rows[replica_id] = (step, phase, health, quorum_id * bool(member), quiet, goodput, flags, note)

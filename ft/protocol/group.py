@@ -54,7 +54,7 @@ class GroupMachine:
         self._is_lost = False  # True: the id is lost, and no stream is open until all ranks request a quorum
         self._takeover_s = config.times.takeover_s  # the lighthouse's, once it has answered
         # when the newest request to the lighthouse was first sent, and when the newest answered heartbeat was sent
-        self._called_s = self._answered_s = now_s
+        self._called_at_s = self._answered_at_s = now_s
         self._last_tick_s = self._told_waits_s = now_s
         self._newest: dict[int, int] = {}  # rank -> number of its newest request
         self.checkpoint_metadata: dict[int, str] = {}  # rank -> address at which it serves its state
@@ -104,7 +104,7 @@ class GroupMachine:
             case m.WantsToLeave():
                 self._wants_to_leave, self.reason = True, "a rank was asked to leave"
             case m.BeatAnswered(sent_s):
-                self._answered_s = max(self._answered_s, sent_s)
+                self._answered_at_s = max(self._answered_at_s, sent_s)
                 if self._pending_commit and not self._lighthouse_is_silent(now_s):
                     self._decide(self._pending_commit)
             case m.LighthouseAnswered():
@@ -197,7 +197,7 @@ class GroupMachine:
         known, failed = max(c.known for c in calls), any(c.failed for c in calls)
         self._number += 1
         self._calling = m.Call(member, "pharos", known, failed, blame, calls[0].fingerprint, self._number)
-        self._tries, self._called_s = 0, now_s
+        self._tries, self._called_at_s = 0, now_s
         self._asks_since_s = now_s if self._asks_since_s is None else self._asks_since_s
         self.reason = "all ranks have requested a quorum: the request is sent to the lighthouse"
         if self._is_lost:
@@ -233,7 +233,9 @@ class GroupMachine:
             self._notices, self._votes, self._decided = [], {}, (0, 0)
         self._notices = [n for n in self._notices if not isinstance(n, m.ChangeAnnounced)]
         self.quorum, self._answered_as, self._healed = quorum, self.replica_id, False
-        self._answered_s = max(self._answered_s, self._called_s)  # the lighthouse has answered the request sent then
+        self._answered_at_s = max(
+            self._answered_at_s, self._called_at_s
+        )  # the lighthouse has answered the request sent then
         self._answer_all(None)
         early, self._early = [n for n in self._early if n.quorum_id == quorum.quorum_id], []
         for notice in early:
@@ -283,7 +285,7 @@ class GroupMachine:
             self._notify_ranks(m.GenerationAborted(self.quorum.quorum_id, self.reason))
         if self._calling:
             member = replace(self._calling.member, replica_id=self.replica_id)
-            self._calling, self._called_s = replace(self._calling, member=member), now_s
+            self._calling, self._called_at_s = replace(self._calling, member=member), now_s
             self._out.append(m.CallLighthouse(self._calling))
 
     def _fail_waiting(self, code: Any, reason: str) -> None:
@@ -349,7 +351,7 @@ class GroupMachine:
         else:
             self._pending_commit = self._outcomes[key] = outcome
             self._pending_since_s = now_s
-            self.reason = f"the commit waits: no answer from the lighthouse for {now_s - self._answered_s:.0f} s"
+            self.reason = f"the commit waits: no answer from the lighthouse for {now_s - self._answered_at_s:.0f} s"
 
     def _fail_pending_commit(self, reason: str) -> None:
         if self._pending_commit:
@@ -374,7 +376,7 @@ class GroupMachine:
 
     def _lighthouse_is_silent(self, now_s: float) -> bool:
         """True when the lighthouse was silent for takeover_s / 2: others may soon continue without this group, and lack this commit."""
-        return self._takeover_s is not None and now_s - self._answered_s > self._takeover_s / 2
+        return self._takeover_s is not None and now_s - self._answered_at_s > self._takeover_s / 2
 
     # ---- notices
 
@@ -409,7 +411,7 @@ class GroupMachine:
         if self._pending_commit:
             return f"the commit waits: {self._last_answer(now_s)}", self._pending_since_s
         if self._calling and self._asks_since_s is not None:
-            is_silent = now_s - self._answered_s > self.config.times.heartbeat_timeout_s or not self._lighthouse_says
+            is_silent = now_s - self._answered_at_s > self.config.times.heartbeat_timeout_s or not self._lighthouse_says
             says = [self._last_answer(now_s)] * is_silent + [self._lighthouse_says] * bool(self._lighthouse_says)
             return f"no quorum: {'; before that: '.join(says)}", self._asks_since_s
         if self._sums_since_s is not None and now_s - self._sums_since_s <= self.config.times.collective_s:
@@ -417,7 +419,7 @@ class GroupMachine:
         return None
 
     def _last_answer(self, now_s: float) -> str:
-        return f"the lighthouse last answered {now_s - self._answered_s:.0f} s ago"
+        return f"the lighthouse last answered {now_s - self._answered_at_s:.0f} s ago"
 
     def _release_ranks(self) -> None:
         self._answer_all(None)

@@ -154,7 +154,7 @@ class LighthouseMachine:
             roster.update_claim(member)
         if event.kind == "torchft" and peer.call:
             roster.drop_call(replica_id)  # torchft counts the join timeout from a member's newest request
-        peer.called_s = peer.called_s if peer.call else now_s
+        peer.called_at_s = peer.called_at_s if peer.call else now_s
         peer.call, peer.called, peer.cancelled = event, True, False
         roster.update_sets(replica_id)
         newcomer = event.kind == "pharos" and replica_id not in roster.previous
@@ -441,7 +441,7 @@ class LighthouseMachine:
         old = self.roster.live.get(name)
         if old is None or old == new:
             return None
-        silent_s, times = now_s - self.roster.peers[old].seen_s, self.config.times
+        silent_s, times = now_s - self.roster.peers[old].seen_at_s, self.config.times
         limit_s = min(2.5 * times.beat_s, times.heartbeat_timeout_s)  # two heartbeats, and half a one for their latency
         if silent_s < limit_s and m.incarnation_of(new) != m.incarnation_of(old):
             return ("ALREADY_EXISTS", f'two groups with the name "{name}": {old} was seen {silent_s:.1f} s ago')

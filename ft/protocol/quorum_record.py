@@ -37,7 +37,7 @@ class QuorumRecord:
         self._lost_why = ""
         self._change = ""  # reason of the announced change; empty: none is announced
         self._finished = ""  # member that has left because the run is over and its last step saved
-        self._change_s = self._announced_s = 0.0  # times of the first and the last announcement of that change
+        self._change_at_s = self._announced_s = 0.0  # times of the first and the last announcement of that change
         self._reports: dict[str, m.Report] = {}  # newest report of each member
         self._waiting: dict[str, float] = {}  # member whose ranks all wait in an all-reduce -> since when; oldest first
         self._waited: dict[str, float] = {}  # process that was lost while it waited -> start of its wait
@@ -64,8 +64,8 @@ class QuorumRecord:
     def keep_wait(self, replica_id: str) -> None:
         """Keeps the start of the wait of a member that is about to be lost, for its return under a new id."""
         peer, process = self._roster.peers[replica_id], m.incarnation_of(replica_id)
-        called_s = peer.called_s if peer.call else math.inf
-        since_s = min(called_s, self._waiting.get(replica_id, math.inf), self._waited.get(process, math.inf))
+        called_at_s = peer.called_at_s if peer.call else math.inf
+        since_s = min(called_at_s, self._waiting.get(replica_id, math.inf), self._waited.get(process, math.inf))
         if since_s < math.inf and self._roster.was_in(replica_id):
             self._waited[process] = since_s
 
@@ -88,7 +88,7 @@ class QuorumRecord:
     def announce(self, why: str, now_s: float) -> None:
         """Announces a change to members without a waiting request; repeatedly, since one whose request is on its way ignores it."""
         if not self._change or now_s - self._announced_s >= 2 * self._times.beat_s:
-            self._change_s = self._change_s if self._change else now_s
+            self._change_at_s = self._change_at_s if self._change else now_s
             self._change, self._announced_s = self._change or why, now_s
             self._notify(self._alive(self._roster.candidates), m.ChangeAnnounced(self.quorum.quorum_id, self._change))
 
@@ -142,9 +142,9 @@ class QuorumRecord:
         present, peers, previous = self._roster.present, self._roster.peers, self._roster.previous
         # once the generation is over, its members request a quorum: one that still waits in its all-reduce hangs
         waiting = {} if self.failed or self.lost else self._waiting
-        asking_since_s = [peers[i].called_s for i in islice(present, 1)]
+        asking_since_s = [peers[i].called_at_s for i in islice(present, 1)]
         if self._change:  # a newcomer's wait counts from the announcement: members then request a quorum within a step
-            asking_since_s += [max(peers[i].called_s, self._change_s) for i in islice(self._roster.candidates, 1)]
+            asking_since_s += [max(peers[i].called_at_s, self._change_at_s) for i in islice(self._roster.candidates, 1)]
         candidates = ((i, m.incarnation_of(i)) for i in self._roster.candidates)
         returned_since_s = {i: self._waited[process] for i, process in candidates if process in self._waited}
         since_s = [*asking_since_s, *(waiting[i] for i in islice(waiting, 1)), *returned_since_s.values()]
@@ -152,7 +152,7 @@ class QuorumRecord:
             return [], ""  # the first of each collection is its oldest, so these few are enough
         front = max((report.launched for report in self._reports.values()), default=0)
         waits = {i: at_s for i, at_s in waiting.items() if i in peers and self._reports[i].launched == front}
-        waits |= {i: peers[i].called_s for i in present} | returned_since_s
+        waits |= {i: peers[i].called_at_s for i in present} | returned_since_s
         members_here = [i for i in sorted({*previous, *returned_since_s} - self._roster.left_cleanly) if i in peers]
         waits_too = waits.keys() | self._roster.sitting.keys()  # a group that sits out has requested a quorum
         # a long phase excuses a member, but only up to its limit: if the trainer hangs, its server repeats the last report
@@ -196,6 +196,6 @@ class QuorumRecord:
 
     def extend_deadlines(self, gap_s: float, now_s: float) -> None:
         """Moves the start of all waits by `gap_s`, for which this lighthouse was stopped."""
-        self._change_s = min(self._change_s + gap_s, now_s)
+        self._change_at_s = min(self._change_at_s + gap_s, now_s)
         for since in (self._waiting, self._waited, self._phase_since_s):
             since.update({i: min(since_s + gap_s, now_s) for i, since_s in since.items()})

@@ -39,7 +39,7 @@ class Claim:
     """Claim of a member of the last quorum to the job's state. While claims bind, groups without that state do not continue the job."""
 
     replica_id: str
-    seen_s: float  # time of the last message, once the id is no longer live
+    seen_at_s: float  # time of the last message, once the id is no longer live
     ended: bool = False  # True: the incarnation is gone; the claim ends when a new id of its name requests a quorum
 
 
@@ -59,11 +59,11 @@ class Peer:
     """State of one live id."""
 
     kind: Kind
-    seen_s: float  # time of its last message
+    seen_at_s: float  # time of its last message
     stream: bool = False  # True: its Watch stream is open
     call: Call | None = None  # quorum request that waits for its answer
     cancelled: bool = False  # True: the RPC of that request has ended; the answer goes down the stream
-    called_s: float = 0.0  # time of that request
+    called_at_s: float = 0.0  # time of that request
     called: bool = False  # True: it has requested a quorum at least once
     number: int = 0  # number of its newest request
     answered: int = 0  # number of the newest request that a quorum has answered
@@ -119,7 +119,7 @@ class Roster:
         """Returns the seconds for which the oldest request that counts (see the join timeout above) has waited; 0 if there is none."""
         members = (self.present or self.previous_holders) if self.kind == "pharos" else {}
         first = next(iter(members or self.candidates), None)
-        return now_s - self.peers[first].called_s if first else 0.0
+        return now_s - self.peers[first].called_at_s if first else 0.0
 
     def update_sets(self, replica_id: str) -> None:
         """Adds one id to the sets that the rules count, or removes it. Must be called after every change of that id."""
@@ -157,7 +157,7 @@ class Roster:
         peer = self.peers.get(replica_id)
         if peer is None:
             peer = self.peers[replica_id] = Peer(kind, now_s)
-        peer.seen_s = now_s
+        peer.seen_at_s = now_s
         self.by_last_message[replica_id] = None
         self.by_last_message.move_to_end(replica_id)
         if back:
@@ -178,7 +178,7 @@ class Roster:
         peer, name = self.peers.pop(replica_id, None), m.name_of(replica_id)
         claim = self.claims.get(name)
         if peer and claim and claim.replica_id == replica_id:
-            claim.seen_s = peer.seen_s
+            claim.seen_at_s = peer.seen_at_s
         for kept in (self.by_last_message, self.sitting, self.mismatched):
             kept.pop(replica_id, None)
         self._clear_blame(replica_id)
@@ -218,10 +218,10 @@ class Roster:
         return not self.claims_bind(now_s) or self._all_silent(now_s, takeover_s)
 
     def _all_silent(self, now_s: float, takeover_s: float | None) -> bool:
-        return takeover_s is not None and now_s - max(map(self._seen_s, self.claims.values())) >= takeover_s
+        return takeover_s is not None and now_s - max(map(self._seen_at_s, self.claims.values())) >= takeover_s
 
-    def _seen_s(self, claim: Claim) -> float:
-        return self.peers[claim.replica_id].seen_s if claim.replica_id in self.peers else claim.seen_s
+    def _seen_at_s(self, claim: Claim) -> float:
+        return self.peers[claim.replica_id].seen_at_s if claim.replica_id in self.peers else claim.seen_at_s
 
     def update_claim(self, member: Member) -> None:
         """Ends a previous member's claim when it reports that it has no state, or when its incarnation is gone and a new id of its name has
@@ -231,13 +231,13 @@ class Roster:
             if member.void if same else claim.ended:
                 del self.claims[member.name]
             elif same:
-                self.claims[member.name] = Claim(member.replica_id, claim.seen_s)
+                self.claims[member.name] = Claim(member.replica_id, claim.seen_at_s)
 
     def end_claim(self, replica_id: str, heard_since_s: float) -> None:
         """Marks an incarnation as gone if it sent something since `heard_since_s`. Its claim ends if a new id of its name waits."""
         name = m.name_of(replica_id)
         claim, successor = self.claims.get(name), self.peers.get(self.live.get(name, ""))
-        if claim and claim.replica_id == replica_id and self._seen_s(claim) >= heard_since_s:
+        if claim and claim.replica_id == replica_id and self._seen_at_s(claim) >= heard_since_s:
             claim.ended = True
             if successor and successor.call and self.live[name] != replica_id:
                 self.update_claim(successor.call.member)
@@ -369,7 +369,7 @@ class Roster:
     def silent(self, now_s: float, timeout_s: float) -> list[str]:
         """Returns the healthy ids that have sent nothing for timeout_s."""
         return list(
-            takewhile(lambda replica_id: now_s - self.peers[replica_id].seen_s >= timeout_s, self.by_last_message)
+            takewhile(lambda replica_id: now_s - self.peers[replica_id].seen_at_s >= timeout_s, self.by_last_message)
         )
 
     def find_absent(self, now_s: float, limit_s: float) -> list[str]:
@@ -389,9 +389,9 @@ class Roster:
     def extend_deadlines(self, gap_s: float, now_s: float) -> None:
         """Moves all times of last messages and requests by `gap_s`, for which this lighthouse was stopped."""
         for peer in self.peers.values():
-            peer.seen_s, peer.called_s = min(peer.seen_s + gap_s, now_s), min(peer.called_s + gap_s, now_s)
+            peer.seen_at_s, peer.called_at_s = min(peer.seen_at_s + gap_s, now_s), min(peer.called_at_s + gap_s, now_s)
         for claim in self.claims.values():
-            claim.seen_s = min(claim.seen_s + gap_s, now_s)
+            claim.seen_at_s = min(claim.seen_at_s + gap_s, now_s)
 
 
 def pairs_among(ids: Collection[str], blames: Mapping[str, Collection[str]]) -> Pairs:

@@ -27,7 +27,7 @@ class Group:
                 name, lambda name=name: self.values[name], lambda it, name=name: self._load(name, it)
             )
 
-    def snapshot(self) -> StateView:
+    def view(self) -> StateView:
         return self.state.view()
 
     def _load(self, name: str, value: Any) -> None:

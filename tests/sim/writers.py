@@ -272,10 +272,10 @@ class Figures(Nothing):
 
     def rows(self, history: list[str]) -> None:
         step = len(history)
-        self._relay.write("journals", step, {"loss": float(step)})
+        self._relay.write("metrics", step, {"loss": float(step)})
         if self._job.random.random() < 0.5:
             self._job.baton.sleep(0.001)  # the background writer is as fast as that
-        self._relay.write("records", step, {"slots": {str(step): history[-1]}})
+        self._relay.write("samples", step, {"slots": {str(step): history[-1]}})
 
 
 class Group(Process):

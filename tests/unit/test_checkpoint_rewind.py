@@ -105,8 +105,8 @@ def test_in_an_object_store_too(tmp_path: Path) -> None:
     job, store = gone_back(tmp_path / "run", url=url), ObjectStore(f"{url}/run")
 
     def stored() -> None:
-        job.checkpointer.retry_stored()
-        assert job.checkpointer.wait_stored(50.0)
+        job.checkpointer.retry_upload()
+        assert job.checkpointer.wait_uploaded(50.0)
 
     stored()
     assert store.steps()[-1] == 6

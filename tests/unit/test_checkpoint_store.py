@@ -37,8 +37,8 @@ def start(machine: Path, **settings: Any) -> Job:
 
 def stored(job: Job) -> None:
     """Waits until the store has the newest save, or refuses it."""
-    job.checkpointer.retry_stored()
-    assert job.checkpointer.wait_stored(WAIT_S)
+    job.checkpointer.retry_upload()
+    assert job.checkpointer.wait_uploaded(WAIT_S)
 
 
 def saved(machine: Path, *steps: int, **settings: Any) -> Job:
@@ -206,7 +206,7 @@ def test_the_last_step_is_put_until_sigterm(tmp_path: Path, monkeypatch: pytest.
 
         def works() -> None:
             patch.undo()
-            ends[1].group.checkpointer.retry_stored()
+            ends[1].group.checkpointer.retry_upload()
 
         ends[1].happens[5.0] = works
         ends[1].make()

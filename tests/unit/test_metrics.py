@@ -26,7 +26,7 @@ class Sink:
     """It remembers."""
 
     def __init__(self) -> None:
-        self.kinds = {kind: Recorder() for kind in ("journals", "charts", "records")}
+        self.kinds = {kind: Recorder() for kind in ("metrics", "charts", "samples")}
 
     def write(self, kind: str, step: int, scalars: Mapping[str, float]) -> None:
         self.kinds[kind].rows.append((step, dict(scalars)))

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from training import appended
-from training.sinks import JournalSink, Sinks, TensorBoardSink
+from training.sinks import JsonlSink, Sinks, TensorBoardSink
 
 TAG = "loss_metrics/global_avg_loss"
 
@@ -30,12 +30,12 @@ def events(folder: Path) -> list[tuple[int, float]]:
 
 def write(sinks: Sinks, first: int, last: int, value: float = 1.0) -> None:
     for step in range(first, last + 1):
-        sinks.write("journals", step, {TAG: value})
+        sinks.write("metrics", step, {TAG: value})
         sinks.write("charts", step, {TAG: value})
 
 
 def test_a_line_is_on_disk_when_write_returns(tmp_path: Path) -> None:
-    sink = JournalSink(tmp_path / "metrics.jsonl")
+    sink = JsonlSink(tmp_path / "metrics.jsonl")
     loss = 1.2345678901234567
     sink.write(1, {"loss": loss, "grad_norm": float("nan")})
     assert rows(tmp_path) == [{"step": 1, "loss": loss, "grad_norm": None}]  # the loss to the last bit
@@ -95,7 +95,7 @@ def test_a_resume_at_step_0_keeps_what_was_measured_before_the_first_step(tmp_pa
 def test_cutting_the_journal(tmp_path: Path, content: str, kept: str, is_locked: bool) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text(content)
-    file = JournalSink(path)
+    file = JsonlSink(path)
     file.truncate_after(2, is_locked=is_locked)
     file.close()
     assert path.read_text() == kept

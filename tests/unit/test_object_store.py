@@ -258,7 +258,7 @@ class Uploads:
 
     def save(self, step: int) -> None:
         checkpoint(self.folder, step)
-        self.uploader.offer(step)
+        self.uploader.enqueue(step)
 
 
 @pytest.mark.parametrize(

@@ -880,7 +880,7 @@ def test_a_peer_that_never_connects_is_waited_for_no_longer_than_forming_may_tak
             threads.append(threading.current_thread().name)
             return super().alltoall_base(*given)
 
-    store, group = serve(), Disturbed(600.0, rendezvous_s=100.0, kind=Asked)
+    store, group = serve(), Disturbed(600.0, rendezvous_s=100.0, backend_class=Asked)
     group.configure(f"127.0.0.1:{store.port}/alone", 0, 1)
     group.shutdown()
     (to_connect, to_hear, _), [thread] = asked, threads
