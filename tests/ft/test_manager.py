@@ -402,7 +402,7 @@ def test_a_partly_healed_state_is_not_taken_for_the_initial_one(touched: bool):
     with job(min_replicas=1) as made:
         manager = Manager(ProcessGroupGloo(), group_config("a", made.lighthouse), options, restore=lambda: None)
         manager.healer.touched = touched
-        with closing(manager), pytest.raises(GroupEnded, match="not the initial") if touched else nullcontext():
+        with closing(manager), pytest.raises(GroupEnded, match="no longer the initial") if touched else nullcontext():
             manager.attach([torch.nn.Linear(2, 2)])
             assert manager.begin_step().step == 0
 

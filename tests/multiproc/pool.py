@@ -222,7 +222,7 @@ def _forget_meshes() -> None:
     getattr(_redistribute, "clear_redistribute_planner_cache", lambda: None)()  # torch 2.13
     found = gc.get_objects()  # except for frozen ones
     for thing in found:
-        if isinstance(thing, functools._lru_cache_wrapper) and thing.__module__.startswith("torch.distributed."):
+        if type(thing) is functools._lru_cache_wrapper and thing.__module__.startswith("torch.distributed."):
             _caches[id(thing)] = thing
     for cache in _caches.values():
         cache.cache_clear()

@@ -193,6 +193,7 @@ def with_roster(**rules: Callable[..., Any]) -> Machines:
         def __init__(self, *args: Any, **more: Any) -> None:
             super().__init__(*args, **more)
             for name, rule in rules.items():
+                assert hasattr(self.roster, name), name
                 setattr(self.roster, name, partial(rule, self.roster))
 
     return Machines(lighthouse=Changed)
@@ -200,7 +201,7 @@ def with_roster(**rules: Callable[..., Any]) -> Machines:
 
 def healthy_without_a_majority(roster: Roster) -> int:
     """Without rule 5: less than half of the healthy groups may continue."""
-    return min(Roster.healthy(roster), max(1, 2 * len(roster.candidates) - 1))
+    return min(Roster.healthy_count(roster), max(1, 2 * len(roster.candidates) - 1))
 
 
 def end_claim_of_namesake(roster: Roster, member: Member) -> None:
@@ -247,7 +248,7 @@ class Bug:
 
 
 BUGS = {
-    "no majority rule": Bug(with_roster(healthy=healthy_without_a_majority), 0, "less than half"),
+    "no majority rule": Bug(with_roster(healthy_count=healthy_without_a_majority), 0, "less than half"),
     "ids that restart": Bug(Machines(lighthouse=IdsRestart), 19, "has two member sets"),
     "ghost caller": Bug(Machines(lighthouse=GhostCaller), 31, "who do not listen"),
     "joiner contributes before healing": Bug(Machines(step=JoinerContributes), 0, "is void and adds"),

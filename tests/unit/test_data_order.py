@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tests.unit.data_corpus import document, files_config, open_small, write_jsonl
 from training.config import TrainingConfig
 from training.data.cache import BUCKETS, Corpus
-from training.data.order import DocumentOrder, cuts, in_split, shuffled, spans, stride
+from training.data.order import DocumentOrder, in_split, needs_token_split, shuffled, spans, stride
 
 DOCUMENT_IDS = 37
 HELD_OUT = 0.2
@@ -207,9 +207,9 @@ class TestTooLittle:
         """The last share of all is: the end of one document, and those after it."""
         texts = ["first " * 9, "second " * 9, "third"]
         corpus = open_small(files_config(write_jsonl(tmp_path / "a.jsonl", texts)), tmp_path / "cache")
-        assert cuts(corpus, 0.001) and not cuts(corpus, 0.0)
+        assert needs_token_split(corpus, 0.001) and not needs_token_split(corpus, 0.0)
         for share, documents in ((0.001, 1), (0.05, 1), (0.1, 2)):
-            if cuts(corpus, share):
+            if needs_token_split(corpus, share):
                 first, lengths = spans(corpus, "validation", share, may_split_by_tokens=True)
                 others, more = spans(corpus, "train", share, may_split_by_tokens=True)
                 assert len(first) == documents and lengths.sum() + more.sum() == corpus.tokens

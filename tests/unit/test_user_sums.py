@@ -24,7 +24,7 @@ def test_a_mean_and_a_sum():
         assert tensor.tolist() == [1.5, 7.5] and count.tolist() == [6, 8]
     finish(team)
     assert tensors[0].tolist() == [1.5, 7.5]
-    with pytest.raises(RuntimeError, match="inside a step, but not during"):
+    with pytest.raises(RuntimeError, match="inside a step, before its reduction is launched"):
         team[0].gradients.all_reduce(tensors[0])
     with pytest.raises(ValueError, match=r"torch\.int64"):
         team[0].gradients.all_reduce(counts[0])
