@@ -29,7 +29,7 @@ _seconds: Counter[str] = Counter()
 # folder on the command line.
 ONLY_WITH_ALL = {
     "dryrun/": "every layout on a fake device; the first tier has replica groups and the default config",
-    "e2e/": "whole jobs, under every fault among others; the first tier has the drill of two ranks a group with FSDP, one killed",
+    "e2e/": "whole jobs, under every fault among others; the first tier has one of two groups, with spikes, one killed",
     "ft/test_soak.py": "the soak test, with few membership changes",
     "ft/test_rounds_killed.py": "deaths in semi-synchronous rounds, in real processes",
     "ft/test_torchft_": "programs written for torchft; the first tier has ft/test_manager.py",
@@ -86,7 +86,7 @@ ONLY_WITH_ALL = {
 ALONE = ("e2e/test_drill.py", "e2e/test_semi_sync.py", "scripts/test_check_cluster.py", "scripts/test_slurm.py")
 MANY_SEEDS = "sim/test_many_seeds.py"  # the last test; in a tier it only waits for the process of pytest_sessionstart
 IN_BOTH = (
-    "e2e/test_drill.py::test_two_ranks_a_group[fsdp]",
+    "e2e/test_spikes.py::test_two_groups_one_killed",
     "dryrun/test_dryrun.py::test_a_step_does_what_it_may_and_nothing_else[a group",
     "dryrun/test_dryrun.py::test_a_step_does_what_it_may_and_nothing_else[llama]",
 )
