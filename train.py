@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from configs.check import check, gradient_device_type
-from configs.help import help_text
+from configs.help import print_help
 from configs.load import load
 from configs.saved import check_saved
 from ft.config import Environment, group_folder
@@ -58,7 +58,7 @@ def main(argv: Sequence[str]) -> int:
     """Runs one rank from its launch to its end; returns the exit code."""
     try:
         if "--help" in argv or "-h" in argv:
-            print(help_text(*argv))
+            print_help(*argv)
             return 0
         if "--explain" in argv:
             from tools.explain.command import main as explain  # training does not need it

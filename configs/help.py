@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+import sys
 import textwrap
 
 from configs import document
@@ -15,6 +17,14 @@ _USAGE = """\
 CONFIG.toml, then overrides: --section.key value | --section.key=value | --section.flag (for true)
 Values are TOML, strings need no quotes; a list of tables: --optimizer.groups '[{pattern = "*"}]'
 """
+
+
+def print_help(*words: str) -> None:
+    """Prints `help_text`, as far as it is read: `--help | head` is no error."""
+    try:
+        print(help_text(*words), flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else the interpreter's own flush fails
 
 
 def help_text(*words: str) -> str:

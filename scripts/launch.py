@@ -37,9 +37,9 @@ def main(argv: list[str]) -> int:
         launch_settings = LaunchSettings.read(os.environ)
         set_defaults(os.environ, nproc=launch_settings.nproc or 1)
         if "--help" in argv or "-h" in argv:
-            from configs.help import help_text
+            from configs.help import print_help
 
-            print(help_text(*argv))
+            print_help(*argv)
             return 0
         if "--explain" in argv:
             from tools.explain.command import main as explain

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
 import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -318,4 +319,5 @@ def show_some(rows: Sequence[SampleRow], *, step: int | None, position: int | No
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends it
     sys.exit(main(sys.argv[1:]))

@@ -9,6 +9,7 @@ a config file before the first launch. Reads the data and, for changes of settin
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 from pathlib import Path
 
@@ -72,4 +73,5 @@ def show(run: Path, positions: str) -> None:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends it
     sys.exit(main(sys.argv[1:]))

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -16,6 +19,8 @@ from configs.keys import walk
 from configs.load import section_types
 from configs.schema import RunConfig
 from tools.config_docs import docs_markdown
+
+ROOT = Path(__file__).resolve().parents[2]
 
 SECTIONS = {**section_types(RunConfig), "model": models.llama.Config}
 
@@ -35,6 +40,15 @@ def test_every_key_has_its_line() -> None:
         for path, key in walk(section, name):
             assert f"\n  {path.removeprefix(f'{name}.')} = " in own
             assert " ".join(key.help.split()) in words
+
+
+def test_a_reader_that_ends_early_sees_no_error() -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    program = "from configs.help import print_help; print_help()"
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, stdout=writer, stderr=subprocess.PIPE, check=True)
+    os.close(writer)
+    assert done.stderr == b""
 
 
 def test_a_configuration_has_the_keys_of_its_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -36,7 +36,12 @@ def test_the_first_tier_has_most_of_each_suite():
 def test_the_bare_command_selects_the_first_tier_all_both_and_long_the_rest():
     """Of a suite that has both, without importing torch for the others."""
     plain = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
-    command = [*plain, "--collect-only", "-o", "testpaths=tests/e2e/test_drill.py tests/e2e/test_spikes.py tests/sim/test_world.py"]
+    command = [
+        *plain,
+        "--collect-only",
+        "-o",
+        "testpaths=tests/e2e/test_drill.py tests/e2e/test_spikes.py tests/sim/test_world.py",
+    ]
     found = {}
     for option in ([], ["--all"], ["--long"], ["tests/sim/test_world.py"]):
         done = subprocess.run([*command, *option], cwd=ROOT, capture_output=True, text=True, timeout=150, check=True)
