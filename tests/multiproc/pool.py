@@ -207,9 +207,6 @@ def _run(task: _Task) -> bytes:
         return pickle.dumps(_Answer(error=traceback.format_exc(), fit=fit))
 
 
-_caches: dict[int, functools._lru_cache_wrapper[Any]] = {}  # by id: those of torch.distributed
-
-
 def _forget_meshes() -> None:
     """DTensor keeps what it knows of operations by mesh: an equal mesh of the next run would be given groups of this one, and as long as
     a mesh is known its groups live, with three threads and four descriptors each."""
@@ -220,15 +217,11 @@ def _forget_meshes() -> None:
 
     _clear_sharding_prop_cache()
     getattr(_redistribute, "clear_redistribute_planner_cache", lambda: None)()  # torch 2.13
-    found = gc.get_objects()  # except for frozen ones
-    for thing in found:
-        if type(thing) is functools._lru_cache_wrapper and thing.__module__.startswith("torch.distributed."):
-            _caches[id(thing)] = thing
-    for cache in _caches.values():
-        cache.cache_clear()
     gc.collect()
-    if len(found) > 50_000:  # those of newly imported modules stay, and walking them after each run takes half a second
-        gc.freeze()
+    for thing in gc.get_objects():
+        if isinstance(thing, functools._lru_cache_wrapper) and thing.__module__.startswith("torch.distributed."):
+            thing.cache_clear()
+    gc.collect()
 
 
 def _function(file: str, name: str) -> Callable[..., Any]:
