@@ -1,8 +1,7 @@
 """<run>/config.toml: all settings of a run, written at its first launch and compared at later ones.
 
 A later launch resumes from the checkpoints of earlier ones. A different model, data, update rule or seed would make it a different run
-under the same name; such changes are rejected, except those of the update rule, the batch and the data that resume.allow names: a branch
-point of the run."""
+under the same name; such changes are rejected, except those of the update rule, the batch and the data that resume.allow names."""
 
 from __future__ import annotations
 
@@ -51,7 +50,7 @@ _MAY_CHANGE = (
     "lr_scheduler.total_steps",  # grows with training.steps
 )
 _GONE = "no such key"
-# May change at a change of settings (resume.allow): read in every step, and not part of the state
+# resume.allow may name these: read in every step, and not part of the state
 _UPDATE_RULE = (
     "optimizer.",
     "lr_scheduler.",
@@ -63,7 +62,7 @@ _UPDATE_RULE = (
     BATCH,
     "training.local_batch_size",
 )
-# May change at a change of settings (resume.allow) where data has random access, which then begins anew (training/data/dataset.py)
+# resume.allow may name these where data has random access, which then begins anew (training/data/dataset.py)
 _ORDER = ("training.dataset", "training.sources", "training.seq_len", "training.seed")
 _LAYOUT = ("parallelism.", "fault_tolerance.", "training.steps")  # may change between launches, but not between groups
 # May differ between groups: depends on the machine, or ft/start.py adds its resolved value to the fingerprint.

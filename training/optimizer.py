@@ -101,8 +101,7 @@ class LocalAdam(torch.optim.Adam):
         skip: Any = getattr(self, "found_inf", None)
         for parameter, update in self.own_updates:
             if parameter.grad is not None:
-                shards = (x.to_local() if hasattr(x, "to_local") else x for x in (parameter, parameter.grad))
-                local, grad = cast(tuple[Tensor, Tensor], tuple(shards))
+                local, grad = (x.to_local() if hasattr(x, "to_local") else x for x in (parameter, parameter.grad))
                 update(local, grad if skip is None else grad * (1 - skip))
         return result
 

@@ -51,9 +51,8 @@ class Member:
     world_size: int = 1  # number of ranks of the group
     shrink_only: bool = False
     data: str = ""  # JSON that the user passes to all members
-    commit_failures: int = (
-        0  # torchft: failed steps since the last commit; Pharos: 1 if the generation failed; above 0: a new quorum id
-    )
+    # torchft: failed steps since the last commit; Pharos: 1 if the generation has failed; above 0: the next quorum gets a new id
+    commit_failures: int = 0
     reconfigure_handles: tuple[str, ...] = ()  # Pharos: host:port at which each rank answers probes, by group_rank
     commit_id: str = ""  # name of the state's history: equal ids, the same contributions
     commit_quorum_id: int = 0  # id of the quorum that committed the state
@@ -568,9 +567,8 @@ class QuorumResult(Event):
     heal: bool  # equal for all ranks of a group
     sources: tuple[Source, ...]  # at most two; empty unless heal
     recover_dst_replica_ranks: tuple[int, ...]  # replica_ranks that heal from this group
-    participants: tuple[
-        str, ...
-    ]  # holders that may be assigned slots, by replica_rank; with slots_per_step some get none
+    # holders that may be assigned slots, by replica_rank; with slots_per_step some get none
+    participants: tuple[str, ...]
     assigned: int  # slots of the holders' open assignment; 0: they have none, or different ones, and make a new one
     same_generation: bool = False  # True: the rank has formed this generation's process group already, and keeps it
     handles: tuple[str, ...] = ()  # address at which the same rank of each member answers probes; "": unknown

@@ -81,9 +81,7 @@ class Roster:
         self.previous: frozenset[str] = frozenset()  # ids of the newest issued quorum, which precedes the next one
         self._incarnations: frozenset[str] = frozenset()  # of these ids: a lost one comes back under a new id
         self.left_cleanly: set[str] = set()  # previous members that left on purpose
-        self.no_longer_members: dict[
-            str, float
-        ] = {}  # live id that is no longer a member -> time of the quorum without it
+        self.no_longer_members: dict[str, float] = {}  # live id -> time of the quorum without it
         self.returning: dict[str, float] = {}  # name of a group just refused as LOST -> end of the wait for its return
         # id that requests a quorum with a fingerprint unlike that of members which may yet come back -> the refusal
         self.mismatched: dict[str, str] = {}
