@@ -11,6 +11,7 @@ set -euo pipefail
 use_python requirements.lock requirements-dev.lock
 # Tests start several ranks, which share the machine's cores, so each process has one thread.
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
+unset PYTHONDONTWRITEBYTECODE # usual in containers; each process would compile what it imports
 cd "$root"
 # A tier runs three tests at a time (except as in tests/conftest.py), since they wait much; named tests run one after the other.
 [[ $# -gt 0 && "$*" != --all && "$*" != --long ]] || set -- -n 3 --dist loadfile --no-loadscope-reorder "$@"

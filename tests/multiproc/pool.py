@@ -1,4 +1,4 @@
-"""Ranks for tests: worker processes that import torch once per test session and then run one function after another.
+"""Ranks for tests: forks of a server that has imported torch (preload.py), which run one function after another.
 
     def halves(rank_scale: float) -> list[float]:                 # module level, in the test file
         ...                                                       # dist is initialised: gloo, this rank's own number
@@ -8,19 +8,19 @@
 
 A run has a process group of its own, on a FileStore of its own, so nothing is left over from the run before and no port
 is guessed. A rank that raises fails the test with its own traceback; ranks that then hang are killed and replaced: the
-next test finds a pool that works. This file is also the worker's program.
+next test finds a pool that works.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import gc
 import importlib
 import importlib.util
+import multiprocessing
 import os
 import pickle
-import subprocess
+import signal
 import sys
 import tempfile
 import time
@@ -28,12 +28,13 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from multiprocessing.connection import Connection, Pipe, wait
+from multiprocessing import forkserver, resource_tracker
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from ft.children import die_with
+from ft.children import die_with, unsignalled
 
 _ROOT = Path(__file__).resolve().parents[2]
 _GRACE_S = 5.0  # how long other ranks may go on after one has failed: gloo tells them of a closed connection at once
@@ -109,22 +110,15 @@ class _Worker:
     """The parent's end of one worker process."""
 
     def __init__(self, folder: Path) -> None:
-        ours, theirs = Pipe()
-        self.connection = ours
+        context: Any = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["tests.multiproc.preload"])
+        for server in (resource_tracker, forkserver):
+            with unsignalled():  # as for other users of the server
+                server.ensure_running()
+        self.connection, theirs = context.Pipe()
         self._log = tempfile.NamedTemporaryFile(dir=folder, suffix=".log", delete=False)  # noqa: SIM115 (closed in stop)
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        environment["GLOO_SOCKET_IFNAME"] = "lo" if sys.platform == "linux" else "lo0"
-        environment["PYTHONPATH"] = os.pathsep.join([str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-        for variable in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
-            environment.pop(variable, None)
-        self._process = subprocess.Popen(
-            [sys.executable, __file__, str(theirs.fileno())],
-            pass_fds=[theirs.fileno()],
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=self._log,
-            stderr=subprocess.STDOUT,
-        )
+        self._process = context.Process(target=serve, args=(theirs, self._log.name))
+        self._process.start()
         theirs.close()
 
     def send(self, task: _Task) -> None:
@@ -137,14 +131,14 @@ class _Worker:
             answer: _Answer = pickle.loads(self.connection.recv_bytes())
             return answer
         except (EOFError, ConnectionResetError):
-            code = self._process.wait()
+            self._process.join()
             output = Path(self._log.name).read_text(errors="replace")
-            return f"died (exit code {code}); its last output:\n{output[-4000:]}"
+            return f"died (exit code {self._process.exitcode}); its last output:\n{output[-4000:]}"
 
     def stop(self) -> None:
         self.connection.close()
         self._process.kill()
-        self._process.wait()
+        self._process.join()
         self._log.close()
 
 
@@ -169,12 +163,19 @@ def _problem(answer: _Answer | str) -> str:
     return answer if isinstance(answer, str) else answer.error
 
 
-# The worker's side: `python pool.py DESCRIPTOR`.
+# The worker's side.
 
 
-def serve(connection: Connection) -> None:
+def serve(connection: Connection, log: str) -> None:
     """Runs tasks until the parent closes the pipe."""
     die_with(os.getppid())  # a worker that waits in a collective must not outlive a killed pytest
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
+    output = os.open(log, os.O_WRONLY | os.O_APPEND)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo" if sys.platform == "linux" else "lo0"
+    for variable in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        os.environ.pop(variable, None)
     import torch
 
     torch.set_num_threads(1)
@@ -210,17 +211,15 @@ def _run(task: _Task) -> bytes:
 def _forget_meshes() -> None:
     """DTensor keeps what it knows of operations by mesh: an equal mesh of the next run would be given groups of this one, and as long as
     a mesh is known its groups live, with three threads and four descriptors each."""
-    if "torch.distributed.tensor" not in sys.modules:
-        return
     from torch.distributed.tensor import _redistribute
     from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
+    from tests.multiproc import preload
+
     _clear_sharding_prop_cache()
     getattr(_redistribute, "clear_redistribute_planner_cache", lambda: None)()  # torch 2.13
-    gc.collect()
-    for thing in gc.get_objects():
-        if isinstance(thing, functools._lru_cache_wrapper) and thing.__module__.startswith("torch.distributed."):
-            thing.cache_clear()
+    for cache in (*preload.FROZEN_CACHES, *preload.caches()):
+        cache.cache_clear()
     gc.collect()
 
 
