@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
@@ -13,6 +13,7 @@ from parallelisms.mesh import AXES, ParallelDims, ParallelismConfig
 from parallelisms.pipeline_schedule import SPLIT_BACKWARD
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
+DEEP = ", all blocks"
 SCHEDULES = set(get_args(get_type_hints(ParallelismConfig)["pipeline_parallel_schedule"]))
 
 
@@ -42,8 +43,8 @@ class Case:
 
 
 def shipped() -> dict[str, Case]:
-    """Every configuration at its own depth and width. Of a pipeline the first rank and the last, which has the loss, and two microbatches,
-    which repeat each other."""
+    """Every configuration at its own width, with two blocks, and at its own depth (DEEP), which alone has enough blocks for a pipeline. Of
+    a pipeline the first rank and the last, which has the loss, and two microbatches, which repeat each other."""
     cases = {}
     for path in sorted(CONFIGS.glob("*.toml")):
         config = load([str(path)])
@@ -52,7 +53,10 @@ def shipped() -> dict[str, Case]:
         pp, each = degrees[0], prod(degrees[1:])
         for stage in sorted({0, pp - 1}):
             case = Case(path.stem, degrees, stage * each, layers=0, local_batch_size=2 if pp > 1 else 0)
-            cases[path.stem if pp == 1 else f"{path.stem}, place {stage} of {pp}"] = case
+            if pp == 1:
+                cases |= {path.stem: replace(case, layers=2), path.stem + DEEP: case}
+            else:
+                cases[f"{path.stem}, place {stage} of {pp}"] = case
     return cases
 
 

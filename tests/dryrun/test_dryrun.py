@@ -1,5 +1,5 @@
 """Steps as an accelerator would walk them, on a device that computes nothing: where the host waits, what is gathered, in which dtype is
-multiplied, what a checkpoint would write. Every shipped configuration at full depth, every layout of up to eight ranks at full width."""
+multiplied, what a checkpoint would write. Every shipped configuration and every layout of up to eight ranks, at full width."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from torch.utils import backend_registration
 
-from tests.dryrun.cases import SCHEDULES, Case, layouts, shipped
+from tests.dryrun.cases import DEEP, SCHEDULES, Case, layouts, shipped
 
 pytestmark = [
     pytest.mark.timeout(1200),
@@ -113,7 +113,7 @@ def verdict(case: Case, result: dict[str, Any]) -> set[str]:
     "name",
     [
         pytest.param(name, marks=pytest.mark.long)
-        if name in layouts().keys() - SCHEDULES and CASES[name].sizes.world_size > 2
+        if name.endswith(DEEP) or (name in layouts().keys() - SCHEDULES and CASES[name].sizes.world_size > 2)
         else name
         for name in CASES
         if name not in BREAKS
