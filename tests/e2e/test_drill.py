@@ -157,7 +157,7 @@ def test_four_ranks_a_group_of_fsdp_and_tp(tmp_path: Path):
 @pytest.mark.parametrize(
     "layout",
     [
-        pytest.param([], id="fsdp"),
+        pytest.param([], id="fsdp", marks=pytest.mark.long),
         pytest.param([TP, *MIXTURE], id="tp, experts"),  # whose biases are compared as weights are
         pytest.param(["--parallelism.pipeline_parallel_degree=2"], id="pp", marks=pytest.mark.long),
         pytest.param(["--parallelism.context_parallel_degree=2"], id="cp", marks=pytest.mark.long),

@@ -31,7 +31,9 @@ def test_shards_that_are_killed_and_stopped(tmp_path: Path):
 
 def test_stages_that_are_killed(tmp_path: Path):
     """Each stage has fragments of its own, and sums them with the same stage of the other group."""
-    said = drill(tmp_path, 2, ["kill"], *SEMI, "--parallelism.pipeline_parallel_degree=2", ranks=2)
+    said = drill(
+        tmp_path, 2, ["kill"], *SEMI, "--parallelism.pipeline_parallel_degree=2", *([] if ALL else ["--brief"]), ranks=2
+    )
     assert "kill" in injected(said)
 
 

@@ -28,6 +28,7 @@ def lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
 
 
+@pytest.mark.long  # both tiers have the same deaths in one process, and e2e/test_semi_sync.py
 @pytest.mark.timeout(LIMIT_S + 60)
 def test_deaths_at_every_place_of_a_round(tmp_path: Path):
     with ExitStack() as stack:

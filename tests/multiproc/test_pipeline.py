@@ -173,6 +173,7 @@ def test_composed(pool: Pool, tmp_path: Path) -> None:
     assert [len(part) for part in results[0]["looped"]["parts"]] == [10, 9, 9, 9]
 
 
+@pytest.mark.long  # the parity proof has pipelines with tensor and with context parallelism
 def test_with_matrices_and_sequences_cut(pool: Pool) -> None:
     """Ranks that see the same loss count it once."""
     settings = {

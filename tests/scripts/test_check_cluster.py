@@ -104,7 +104,7 @@ def ran(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
 pytestmark = pytest.mark.timeout(600)  # a test waits for its run, which waits for its turn
 
 
-@pytest.mark.parametrize("name", ["8", "2 file", "4 tcp"])
+@pytest.mark.parametrize("name", [pytest.param("8", marks=pytest.mark.long), "2 file", "4 tcp"])
 def test_good_ranks_pass_and_leave_their_report_alone(ran: dict[str, Future[Ran]], name: str):
     done = ran[name].result()
     assert (done.code, done.findings) == (0, []), done.out + done.err

@@ -71,7 +71,10 @@ def test_every_line():
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize(("part", "cause"), [("wrong", "AssertionError: one of 2 ranks"), ("killed", "SIGKILL")])
+@pytest.mark.parametrize(
+    ("part", "cause"),
+    [pytest.param("wrong", "AssertionError: one of 2 ranks", marks=pytest.mark.long), ("killed", "SIGKILL")],
+)
 def test_a_rank_that_fails_fails_the_program(part: str, cause: str):
     imports = f"from examples.distributed_basics import main; from tests.scripts.test_distributed_basics import {part}"
     done = run("-c", f"{imports}; main(2, ({part},))")
