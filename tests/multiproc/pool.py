@@ -176,9 +176,8 @@ def serve(connection: Connection, log: str) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo" if sys.platform == "linux" else "lo0"
     for variable in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
         os.environ.pop(variable, None)
-    import torch
+    from tests.multiproc import preload  # noqa: F401  # also where another user has started the server
 
-    torch.set_num_threads(1)
     while True:
         try:
             task = pickle.loads(connection.recv_bytes())
@@ -245,9 +244,3 @@ def _load(path: Path, module_name: str) -> ModuleType:
             del sys.modules[module_name]
             raise
     return sys.modules[module_name]
-
-
-if __name__ == "__main__":
-    from tests.multiproc import pool as this_file  # tasks are pickled under this name, not under __main__
-
-    this_file.serve(Connection(int(sys.argv[1])))
