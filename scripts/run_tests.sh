@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Runs the tests. Finds a Python, installs what is missing (once), and execs pytest with all arguments.
-#   ./scripts/run_tests.sh                      the first tier, 8 to 12 minutes on two cores
+#   ./scripts/run_tests.sh                      the first tier, about 10 minutes on two cores
 #   ./scripts/run_tests.sh --all                both tiers
 #   ./scripts/run_tests.sh --long               those that both leave out for time (make long)
 #   ./scripts/run_tests.sh tests/unit -k loss   a part

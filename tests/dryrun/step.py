@@ -6,7 +6,6 @@ echo '[{"config": "llama3_8b", "degrees": [1, 1, 2, 1, 1]}]' | python -m tests.d
 
 from __future__ import annotations
 
-import gc
 import json
 import os
 import sys
@@ -320,5 +319,4 @@ def see_all(cases: Sequence[Case]) -> None:
 
 if __name__ == "__main__":
     accelerator.register()
-    gc.freeze()  # garbage collection in the forks leaves the pages of all that is imported alone
     see_all([Case(**each) for each in json.load(sys.stdin)])

@@ -184,10 +184,10 @@ def documents_of(shown: str, source: str) -> set[int]:
     return {int(number) for block in blocks for number in re.findall(r"^  document (\d+), ", block, re.MULTILINE)}
 
 
-ALONE = [case if case in ("lr", "seq_len") else pytest.param(case, marks=pytest.mark.long) for case in CASES]
+ONE_GROUP = [case if case in ("lr", "seq_len") else pytest.param(case, marks=pytest.mark.long) for case in CASES]
 
 
-@pytest.mark.parametrize("case", ALONE)  # two groups have the others
+@pytest.mark.parametrize("case", ONE_GROUP)  # two groups have the others
 def test_one_group(start: Callable[..., Launch], case: str, capsys: pytest.CaptureFixture[str]):
     key, value = CASES[case]
     run, change, allow = copy(f"{case}-1"), f"--{key}={value}", f"--resume.allow={key}"

@@ -431,8 +431,8 @@ PARTS = (Rendezvous, Generation, GlooEngine, ChildEngine, StoreClient, GroupWork
 
 
 def resident_mib() -> float:
-    """Of data: pages of libraries come into memory as their code first runs. After malloc has given back what it only keeps for later: each
-    thread that came and went had an arena."""
+    """Returns the memory of data, since pages of libraries come in as their code first runs, once malloc has given back what it only keeps
+    for later: each thread that came and went had an arena."""
     ctypes.CDLL(None).malloc_trim(0)
     lines = Path("/proc/self/status").read_text().splitlines()
     return sum(int(line.split()[1]) for line in lines if line.startswith(("RssAnon:", "RssShmem:"))) / 2**10
@@ -443,7 +443,7 @@ def count(what: str) -> int:
 
 
 def threads_left(most: int) -> int:
-    """Of this process. Linux lists a thread for a moment after it was joined, hence the wait if there are more than `most`."""
+    """Counts threads of this process. Linux lists one for a moment after it was joined, hence the wait if there are more than `most`."""
     until_s = time.monotonic() + LIMIT_S / 30
     while (number := count("task")) > most and time.monotonic() < until_s:
         time.sleep(0.01)

@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.timeout(600), pytest.mark.filterwarnings("ignore:torch
 ROOT = Path(__file__).resolve().parents[2]
 
 
-@pytest.mark.long  # both tiers have e2e/test_spikes.py, which compares weights in each step
+@pytest.mark.long  # both tiers have e2e/test_interventions.py, whose jobs with a kill equal undisturbed ones
 def test_a_kill_does_not_reach_the_weights(tmp_path: Path) -> None:
     program = [sys.executable, str(ROOT / "bench" / "bits.py"), "--quick", "--keep", str(tmp_path)]
     done = subprocess.run(program, cwd=tmp_path, capture_output=True, text=True, check=False)

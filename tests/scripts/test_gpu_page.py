@@ -139,7 +139,7 @@ def test_the_parts_list_their_turns_and_the_page_has_every_row(device: str, fail
     }  # fmt: skip
 
 
-@pytest.mark.long
+@pytest.mark.long  # compiles on the CPU for a minute; both tiers check the page and its turns
 @pytest.mark.timeout(600)
 def test_without_a_device_turns_are_compiled_members_are_killed_and_a_missing_side_has_a_row(tmp_path: Path) -> None:
     """The cheapest turns of each part; `--device cpu --sizes tiny` takes every turn."""

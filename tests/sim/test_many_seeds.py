@@ -1,4 +1,4 @@
-"""300 runs of the real machines in the simulated world; every invariant after every event.
+"""Runs of the real machines in the simulated world; every invariant after every event.
 
 In the first tier 20, with --all 50; PHAROS_SEEDS=40 plays so many; `make sim` plays ten thousand, and docs/sim.md keeps its last output.
 """
