@@ -10,6 +10,7 @@ Exit code: 0 finished, or saved after SIGTERM or SIGINT; 2 bad input; 128 + n se
 
 from __future__ import annotations
 
+import gc
 import math
 import os
 import sys
@@ -19,6 +20,9 @@ from functools import partial
 from hashlib import sha256
 from itertools import takewhile
 from typing import TYPE_CHECKING, NamedTuple, cast
+
+if __name__ == "__main__":
+    gc.disable()  # until GarbageCollection: imports leave no garbage, and collections meanwhile would take a tenth of a start
 
 import torch
 import torch.distributed as dist
@@ -43,7 +47,7 @@ from training.log import Log, end_process
 from training.loss import IGNORED, NonFinite, describe_nonfinite
 from training.optimizer import Update
 from training.progress import spans
-from training.sampling import generate, why_no_text
+from training.sampling import sample_text
 from training.signals import SAVE, STEPS_TO_STOP, STOP, Signals
 from training.watchdog import flight_recorder_env
 
@@ -156,12 +160,8 @@ class Run(Components):
             garbage_collection.step(step)
             fault_injector.step(step)
         if self.manager.step < steps:
-            more = (
-                "larger budgets of training.sources, or without them, continue"
-                if self.budgets_end
-                else "the same command resumes"
-            )
-            return self.print_summary("stopped at", f"{more} the run")
+            larger = "larger budgets of training.sources, or without them, continue the run"
+            return self.print_summary("stopped at", larger if self.budgets_end else "the same command resumes the run")
         self.saver.save_last(lambda: requests & STOP > 0 or self.signals.take() & STOP > 0)
         self.sample()
         folder = config.run_folder
@@ -186,13 +186,14 @@ class Run(Components):
             self.optimizer.zero_grad()
             return False
         step = self.manager.step  # exceeds assignment.step + 1 if this group has healed meanwhile
-        grad_norm, lr, spike = local.own_update or self.optimizer_step.step(step - 1, commit.divisor, commit.mean_loss)
+        update = local.own_update or self.optimizer_step.step(step - 1, commit.divisor, commit.mean_loss)
+        spike = update.spike
         if spike and on_spike == "rewind":
             self.rewind(step, commit, spike)
             return False
         if spike and on_spike == "skip":
             self.skip_step(step, commit, spike)
-        elif not math.isfinite(grad_norm):
+        elif not math.isfinite(update.grad_norm):
             raise self.nonfinite(local)
         elif spike:
             raise Stopped(f"step {step} not applied: {spike}; {named_data(commit, self.slot_size)}")
@@ -200,31 +201,9 @@ class Run(Components):
             self.check_budgets(step, commit, self.data.end)
         self.progress.commit()
         self.log.step = step
-        quorum = {"quorum_size": commit.quorum_size, "contributors": len(commit.contributors)}
-        groups = {**quorum, "heals": self.events.heals} if self.config.fault_tolerance.enable else {}
-        steps = self.inner_steps
-        self.metrics_processor.step(
-            step,
-            loss=commit.mean_loss,
-            grad_norm=grad_norm,
-            lr=lr,
-            tokens=0 if spike else round(commit.divisor),
-            groups=groups,
-            steps=steps,
-            spike=spike,
-            rewound=commit.rewound,
-        )
-        size = self.slot_size * steps
-        self.metrics_processor.trained_slots(
-            step,
-            slot_size=size,
-            slots=commit.slots,
-            holes=commit.holes,
-            skipped=commit.skipped,
-            steps=steps,
-            spike=spike,
-            rewound=commit.rewound,
-        )
+        heals = self.events.heals if self.config.fault_tolerance.enable else None
+        size = self.slot_size * self.inner_steps
+        self.metrics_processor.step(step, commit, update, slot_size=size, steps=self.inner_steps, heals=heals)
         return True
 
     def check_budgets(self, step: int, commit: Commit, end: int) -> None:
@@ -300,19 +279,12 @@ class Run(Components):
                 torch.manual_seed(int.from_bytes(sha256(random_key.encode()).digest()[:8], "big") >> 1)
             last_backward = self.manager.last_backward(batch.slot) if batch.ends_slot else nullcontext()
             with last_backward, self.progress.phase("compute"):
-                inputs = batch.inputs.to(self.device, non_blocking=True)
-                labels = batch.labels.to(self.device, non_blocking=True)
-                if (starts := batch.document_starts) is not None:
-                    starts = starts.to(self.device, non_blocking=True)
-                losses.append((batch, self.model.forward_backward(inputs, labels, starts)))
+                losses.append((batch, self.model.forward_backward(*batch.to(self.device))))
             if batch.ends_slot and batch.slot == slots[-1]:
                 break  # `batches` may go on: a round of semi-synchronous training has several steps
         with self.progress.phase("reduce"):
-            pending = (
-                self.save_overdue * SAVE
-                | self.budgets_end * STOP
-                | (self.signals.take() if self.signals.pending else 0)
-            )
+            signals = self.signals.take() if self.signals.pending else 0
+            pending = self.save_overdue * SAVE | self.budgets_end * STOP | signals
             loss_sum = torch.stack([torch.zeros((), device=self.device), *(loss for _, loss in losses)]).double().sum()
             # among ranks that see the same sequences only one counts the tokens
             counted = losses if at.counts_tokens else ()
@@ -330,12 +302,8 @@ class Run(Components):
         """Returns an error that names the NaN or infinite values of all ranks. Collective: all ranks have agreed on the failure."""
         rank, step = self.world.global_rank, local.step + 1
         ran = [(batch.slot, batch.positions, loss.item()) for batch, loss in local.losses]
-        gradients = {
-            name: cast("DTensor", parameter.grad).to_local()
-            for part in self.model.parts
-            for name, parameter in part.named_parameters()
-            if parameter.grad is not None
-        }
+        named = [named for part in self.model.parts for named in part.named_parameters()]
+        gradients = {name: cast("DTensor", p.grad).to_local() for name, p in named if p.grad is not None}
         texts = gather_texts(self.world, "not finite", describe_nonfinite(rank, step, ran, gradients))
         return NonFinite("; ".join(filter(None, texts)) or f"step {step} not applied: the gradient norm is not finite")
 
@@ -349,8 +317,7 @@ class Run(Components):
             sums = torch.zeros(len(self.held_out), 3, dtype=torch.float64, device=self.device)
             for set_sums, loader in zip(sums, self.held_out.values(), strict=True):
                 for batch in loader.load(range(0, self.config.validation.steps * self.slot_size, self.slot_size)):
-                    inputs, labels = batch.inputs.to(self.device), batch.labels.to(self.device)
-                    starts = None if batch.document_starts is None else batch.document_starts.to(self.device)
+                    inputs, labels, starts = batch.to(self.device)
                     valid = labels[labels != IGNORED] if self.coordinate.counts_tokens else labels.new_empty(0)
                     count, size = torch.tensor(valid.numel(), device=self.device), token_bytes[valid].sum()
                     set_sums += torch.stack((self.model.evaluate(inputs, labels, starts).double(), count, size))
@@ -373,14 +340,9 @@ class Run(Components):
     def sample(self) -> None:
         if self.degrees.pp == self.degrees.cp == self.degrees.tp == 1:  # other layouts cannot decode token by token
             with self.progress.phase("sample"):
-                [model], sample = self.model.parts, self.config.sample
-                if reason := why_no_text(model):
-                    return self.log.info("no sample %s", reason)
-                prompt = torch.from_numpy(self.tokenizer.encode(sample.prompt, bos=True)).long().to(self.device)
-                length = min(sample.tokens, self.config.training.seq_len - prompt.numel())
-                if length > 0:
-                    text = sample.prompt + self.tokenizer.decode(generate(model, prompt, sample, length=length))
-                    self.log.info("text sample:\n%s", text)
+                [model], seq_len = self.model.parts, self.config.training.seq_len
+                if text := sample_text(model, self.tokenizer, self.config.sample, seq_len, self.device):
+                    self.log.info("%s", text)
 
 
 class SemiSyncRun(Run):

@@ -9,6 +9,7 @@ Exit code: 0 finished, or saved on SIGTERM or SIGINT; 2 bad input: one message, 
 
 from __future__ import annotations
 
+import gc
 import os
 import re
 import runpy
@@ -66,6 +67,7 @@ def main(argv: list[str]) -> int:
         os.environ["OMP_NUM_THREADS"] = threads_per_rank(nproc)
     from scripts.agent import run_ranks
 
+    gc.enable()
     return run_ranks([sys.executable, str(ROOT / "train.py"), *argv], launch_settings, nproc=nproc, logs=logs)
 
 
@@ -199,4 +201,5 @@ class Tee:
 
 
 if __name__ == "__main__":
+    gc.disable()  # imports leave no garbage; run_here: train.py enables it
     sys.exit(main(sys.argv[1:]))

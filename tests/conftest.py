@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import gc
 import os
 import re
 import signal
@@ -107,6 +108,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    gc.disable()  # while tests are collected: imports leave no garbage
     config.addinivalue_line(
         "markers", "long: left out of both tiers for time, unless its file is named; run by make long"
     )
@@ -125,6 +127,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     }
     config.hook.pytest_deselected(items=list(later))
     items[:] = [item for item in items if item not in later]
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()  # automatic collections need not visit all of torch and pytest
+    gc.enable()
 
 
 def _tier(config: pytest.Config) -> str:

@@ -18,11 +18,12 @@ from typing import Annotated, Any
 
 import torch
 
-from ft.seam import Rewound
+from ft.seam import Commit, Rewound
 from parallelisms.device import Device
 from training.config import need
 from training.log import Log
 from training.metrics_writer import MetricsWriter
+from training.optimizer import Update
 from training.progress import GROUP_PHASES, LONG_PHASES, WORK, Progress, duration
 from training.sinks import Kind
 
@@ -95,21 +96,15 @@ class MetricsProcessor:
         self._group_s = dict.fromkeys(GROUP_PHASES, 0.0)  # at the last logging step
 
     def step(
-        self,
-        step: int,
-        *,
-        loss: float,
-        grad_norm: float,
-        lr: float,
-        tokens: int,
-        groups: Mapping[str, float] | None = None,
-        steps: int = 1,
-        spike: str = "",
-        rewound: Rewound | None = None,
+        self, step: int, commit: Commit, update: Update, *, slot_size: int, steps: int = 1, heals: int | None = None
     ) -> None:
-        """Reports committed step `step`, with `steps` - 1 unreported ones before it. Loss (nats per token) and valid `tokens`: over all
-        ranks. `groups`: metrics of replica groups, such as quorum_size; charted on logging steps and whenever they change. `spike`: why the
-        step was not applied; "": it was. `rewound`: how the branch began whose first step this is."""
+        """Reports committed step `step`, with `steps` - 1 unreported ones before it. An `update` with `spike` was not applied. `heals`: of
+        this replica group, if there are groups; their metrics are charted on logging steps and whenever they change."""
+        loss, (grad_norm, lr, spike), rewound = commit.mean_loss, update, commit.rewound
+        tokens = 0 if spike else round(commit.divisor)
+        groups = dict[str, float]()
+        if heals is not None:
+            groups = {"quorum_size": commit.quorum_size, "contributors": len(commit.contributors), "heals": heals}
         before, self._spent = self._spent, self._clocks()
         total_s, data_s, checkpoint_s, long_s = (now - then for now, then in zip(self._spent, before, strict=True))
         step_s = total_s - long_s
@@ -117,7 +112,7 @@ class MetricsProcessor:
             self._resumed, self._first_step = (step - steps, self.tokens), step
             self._after_first_s = self._progress.total()
         self._commits, self._loss, self.tokens = self._commits + 1, loss, self.tokens + tokens
-        devices = self._world_size * (groups or {}).get("quorum_size", 1)
+        devices = self._world_size * groups.get("quorum_size", 1)
         for name, more in zip(self._interval, (steps, tokens, step_s, data_s, step_s * devices), strict=True):
             self._interval[name] += more
         passed = step // self._config.log_freq > (step - steps) // self._config.log_freq
@@ -136,7 +131,7 @@ class MetricsProcessor:
             step_s=step_s,
             data_s=data_s,
             checkpoint_s=checkpoint_s,
-            **(groups or {}),
+            **groups,
             **({"changed": self._row_changes} if self._row_changes else {}),
             **({"spike": spike} if spike else {}),
             **({"rewind": _rewind(rewound)} if rewound else {}),
@@ -145,7 +140,7 @@ class MetricsProcessor:
             self._write("charts", step, {"spike/went_back_from": rewound.spiked})
         if spike:
             self._write("charts", step, {"spike/skipped": 1, "spike/loss": loss})
-        group_scalars = {f"fault_tolerance/{name}": value for name, value in (groups or {}).items()}
+        group_scalars = {f"fault_tolerance/{name}": value for name, value in groups.items()}
         if not logging_step and group_scalars != self._group_scalars:
             self._write("charts", step, group_scalars)
         self._group_scalars = group_scalars
@@ -166,6 +161,10 @@ class MetricsProcessor:
                 scalars["goodput(%)"] = 100 * _per(self._progress.goodput_s, self._progress.total())
             self._write("charts", step, {**scalars, **rates, **group_scalars, **self._memory.scalars})
             self._interval = dict.fromkeys(self._interval, 0.0)
+        self._record_data(step, commit, slot_size=slot_size, steps=steps, spike=spike)
+        if self._changes:
+            self._changes = self._row_changes = {}
+            self._save_config()
 
     def record_changes(self, changes: Mapping[str, str], save_config: Callable[[], None]) -> None:
         """Calls `save_config` after the next committed step. If that is `resume_step`, its rows have `changes`, key -> "old -> new", as the
@@ -208,37 +207,6 @@ class MetricsProcessor:
             }
         self._write("charts", step, scalars)
 
-    def trained_slots(
-        self,
-        step: int,
-        *,
-        slot_size: int,
-        slots: Sequence[tuple[int, str]],
-        holes: Sequence[int],
-        skipped: Sequence[tuple[int, int]] = (),
-        steps: int = 1,
-        spike: str = "",
-        rewound: Rewound | None = None,
-    ) -> None:
-        """Records the data of `steps` steps up to `step`: each slot, named by the position of its first sequence, with the replica group
-        whose gradients were used. `holes`: slots that were assigned but not yet trained on. `skipped`: positions that this step leaves
-        out for good. `spike`: why the step was not applied: it leaves out all of its slots. `rewound`: how the branch began whose first
-        step this is: its record has what was left out between the checkpoint and the spike. See scripts/samples.py."""
-        skipped = (*(rewound.skipped if rewound else ()), *skipped)
-        if spike:
-            skipped, slots = (*skipped, *((slot, slot + slot_size) for slot, _ in slots)), ()
-        row = {"slot_size": slot_size, "slots": {str(slot): owner for slot, owner in slots}, "holes": list(holes)}
-        more: dict[str, object] = {"steps": steps} if steps > 1 else {}
-        more |= {"changed": self._row_changes} if self._row_changes else {}
-        more |= {"begin": self.begin} if self.begin and step == self.resume_step else {}
-        more |= {"skipped": [list(span) for span in skipped]} if skipped else {}
-        more |= {"spike": spike} if spike else {}
-        more |= {"rewind": _rewind(rewound)} if rewound else {}
-        self._write("samples", step, row | more)
-        if self._changes:
-            self._changes = self._row_changes = {}
-            self._save_config()
-
     def print_estimate(self, step: int) -> None:
         """Logs the remaining time once, after FIRST_ESTIMATE commits."""
         if self._commits == FIRST_ESTIMATE and (left_s := self.eta_s(step)) is not None:
@@ -269,6 +237,24 @@ class MetricsProcessor:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.tokens = int(state["tokens"])
         self._spent = self._clocks()
+
+    def _record_data(self, step: int, commit: Commit, *, slot_size: int, steps: int, spike: str) -> None:
+        """Records each slot of a step, named by the position of its first sequence, with the replica group whose gradients were used. After
+        a spike all of them are left out; the first step of a branch has what was left out between the checkpoint and the spike. See
+        scripts/samples.py."""
+        rewound, slots, skipped = commit.rewound, commit.slots, commit.skipped
+        skipped = (*(rewound.skipped if rewound else ()), *skipped)
+        if spike:
+            skipped, slots = (*skipped, *((slot, slot + slot_size) for slot, _ in slots)), ()
+        owners, holes = {str(slot): owner for slot, owner in slots}, list(commit.holes)
+        row: dict[str, object] = {"slot_size": slot_size, "slots": owners, "holes": holes}
+        more: dict[str, object] = {"steps": steps} if steps > 1 else {}
+        more |= {"changed": self._row_changes} if self._row_changes else {}
+        more |= {"begin": self.begin} if self.begin and step == self.resume_step else {}
+        more |= {"skipped": [list(span) for span in skipped]} if skipped else {}
+        more |= {"spike": spike} if spike else {}
+        more |= {"rewind": _rewind(rewound)} if rewound else {}
+        self._write("samples", step, row | more)
 
     def _clocks(self) -> tuple[float, float, float, float]:
         spent = self._progress.spent

@@ -114,6 +114,8 @@ class GarbageCollection:
             gc.disable()
             gc.collect()
             gc.freeze()
+        else:
+            gc.enable()  # train.py has disabled it
 
     def step(self, step: int) -> None:
         if self._freq and step % self._freq == 0:

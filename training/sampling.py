@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from models.contract import Model
+from training.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,16 @@ def why_no_text(model: Model) -> str:
     """Returns why `generate` cannot run this model, or ""."""
     lacks = type(model).new_cache is Model.new_cache
     return "the model has no new_cache (models/contract.py), which is needed to generate text" if lacks else ""
+
+
+def sample_text(model: Model, tokenizer: Tokenizer, config: SampleConfig, seq_len: int, device: torch.device) -> str:
+    """Returns what a run prints at its end: the prompt with its continuation, at most `seq_len` tokens, or why there is none, or ""."""
+    if reason := why_no_text(model):
+        return f"no text sample: {reason}"
+    prompt = torch.from_numpy(tokenizer.encode(config.prompt, bos=True)).long().to(device)
+    if (length := min(config.tokens, seq_len - prompt.numel())) <= 0:
+        return ""
+    return f"text sample:\n{config.prompt}{tokenizer.decode(generate(model, prompt, config, length=length))}"
 
 
 @torch.no_grad()

@@ -18,8 +18,10 @@ def main() -> None:
     """Runs `python -m ft.process_groups.fork_server_main DESCRIPTOR PARENT_PID`. Each request brings a socket for a child; the reply is the
     child's process ID (pid). Forks a standby child while there are no requests. Ends when the parent closes the channel."""
     die_with(int(sys.argv[2]))
+    gc.disable()  # imports leave no garbage
     import ft.process_groups.baby  # noqa: F401  # with torch
 
+    gc.enable()
     gc.freeze()  # the pages stay shared: garbage collection in a child does not write to them
     control = Channel(socket.socket(fileno=int(sys.argv[1])))
     standby: tuple[int, Channel] | None = None

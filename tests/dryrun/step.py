@@ -96,7 +96,7 @@ class Run(train.Run):
         fakes: Any = SimpleNamespace
         self.signals, self.save_overdue, self.budgets_end = fakes(pending=0), False, False
         self.world, self.data = fakes(world_size=case.sizes.world_size), fakes(end=None)
-        self.log, self.events, self.metrics_processor = fakes(), fakes(heals=0), fakes(step=drop, trained_slots=drop)
+        self.log, self.events, self.metrics_processor = fakes(), fakes(heals=0), fakes(step=drop)
         self.slot_size = self.inner_steps = 1
         tokens = torch.zeros(batch, length, dtype=torch.int64)
         starts = tokens if case.documents else None

@@ -65,7 +65,7 @@ def test_a_model_without_a_cache_trains_and_saves_and_says_so(tmp_path: Path):
     run = ["./scripts/run_train.sh", "uncached.toml", "--training.steps=3"]
     done = subprocess.run(run, cwd=tmp_path, env=environ, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "no sample the model has no new_cache" in done.stdout and "Traceback" not in done.stdout + done.stderr
+    assert "no text sample: the model has no new_cache" in done.stdout and "Traceback" not in done.stdout + done.stderr
     assert (tmp_path / "outputs/uncached/checkpoint/step-3/manifest.json").exists()
     text = [sys.executable, "scripts/generate.py", "outputs/uncached"]
     done = subprocess.run(text, cwd=tmp_path, env=environ, capture_output=True, text=True, check=False)

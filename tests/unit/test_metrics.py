@@ -2,16 +2,18 @@
 
 import io
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 
+from ft.seam import Commit
 from parallelisms.device import DEVICE_TRAITS, DeviceTraits
 from tests.unit.fakes import Clock
 from training.log import Log
 from training.metrics import MetricsConfig, MetricsProcessor, known_peak_tflops
+from training.optimizer import Update
 from training.progress import Progress
 
 
@@ -71,7 +73,15 @@ class Run:
     def steps(self, first: int, last: int, *, tokens: int = 1000, compute_s: float = 0.5) -> None:
         for step in range(first, last + 1):
             self.spend("compute", compute_s)
-            self.metrics_processor.step(step, loss=4.0 / step, grad_norm=0.5, lr=3e-4, tokens=tokens)
+            self.commit(step, loss=4.0 / step, tokens=tokens)
+
+    def commit(
+        self, step: int, *, loss: float = 2.5, tokens: int = 1000, quorum_size: int = 1, heals: int | None = None,
+        slots: Sequence[tuple[int, str]] = (), holes: Sequence[int] = (), skipped: Sequence[tuple[int, int]] = (),
+        spike: str = "", steps: int = 1,
+    ) -> None:  # fmt: skip
+        commit = Commit(tokens, (0,), loss, quorum_size, tuple(slots), tuple(holes), tuple(skipped))
+        self.metrics_processor.step(step, commit, Update(0.5, 3e-4, spike), slot_size=4, steps=steps, heals=heals)
 
     @property
     def lines(self) -> list[str]:
@@ -101,7 +111,7 @@ def test_a_journal_row() -> None:
     run = Run(device=FakeDevice())
     run.spend("data", 0.25)
     run.spend("compute", 1.75)
-    run.metrics_processor.step(1, loss=2.5, grad_norm=0.5, lr=3e-4, tokens=1000)
+    run.commit(1)
     assert run.journal.rows == [
         (
             1,
@@ -127,8 +137,7 @@ def test_what_groups_do_is_charted_where_it_changes_and_what_they_cost_on_loggin
         run.spend("compute", 3.0)
         run.spend("waiting", 1.0)
         run.progress.commit()
-        groups = {"quorum_size": 2 if step == 6 else 3}
-        run.metrics_processor.step(step, loss=1.0, grad_norm=0.5, lr=3e-4, tokens=10, groups=groups)
+        run.commit(step, quorum_size=2 if step == 6 else 3, heals=0)
     assert [row["quorum_size"] for _, row in run.journal.rows] == [3, 3, 3, 3, 3, 2, 3, 3]
     charted = [(step, row["fault_tolerance/quorum_size"]) for step, row in run.chart.rows]
     assert charted == [(1, 3), (4, 3), (6, 2), (7, 3), (8, 3)], "one row a step: metrics_writer.py keeps no more"
@@ -181,7 +190,7 @@ def test_tags_are_torchtitans() -> None:
     run = Run(device=FakeDevice(), flops_per_token=6e9, peak_tflops=100, world_size=2)
     run.spend("data", 0.1)
     run.spend("compute", 0.9)
-    run.metrics_processor.step(1, loss=2.5, grad_norm=0.5, lr=3e-4, tokens=4000)
+    run.commit(1, tokens=4000)
     ((_, scalars),) = run.chart.rows
     memory = {tag: value for tag, value in scalars.items() if tag.startswith("memory/")}
     assert set(memory) == {"memory/max_active(GiB)", "memory/max_active(%)"}
@@ -203,7 +212,7 @@ def test_tags_are_torchtitans() -> None:
 def test_throughput_is_per_device_of_all_groups() -> None:
     run = Run(device=FakeDevice(), flops_per_token=6e9, peak_tflops=100, world_size=2)
     run.spend("compute", 1)
-    run.metrics_processor.step(1, loss=2.5, grad_norm=0.5, lr=3e-4, tokens=12_000, groups={"quorum_size": 3})
+    run.commit(1, tokens=12_000, quorum_size=3, heals=0)
     ((_, scalars),) = run.chart.rows
     assert scalars["throughput(tps)"] == pytest.approx(2000) and scalars["mfu(%)"] == pytest.approx(12)
     assert "12,000 tok/s" in run.lines[0]
@@ -264,7 +273,6 @@ def test_a_change_of_settings_is_in_the_next_rows_and_then_saved() -> None:
 
     def commit(step: int) -> object:
         run.steps(step, step)
-        run.metrics_processor.trained_slots(step, slot_size=4, slots=[(4 * step, "0:a")], holes=[])
         return next(row.get("changed") for number, row in run.journal.rows if number == step)
 
     changed = {"optimizer.lr": "1 -> 2"}
@@ -278,10 +286,7 @@ def test_a_change_of_settings_is_in_the_next_rows_and_then_saved() -> None:
 
 def test_a_step_that_is_not_applied_leaves_its_data_out() -> None:
     run = Run()
-    run.metrics_processor.step(1, loss=9.5, grad_norm=3.0, lr=0.0, tokens=0, spike="loss 9.5")
-    run.metrics_processor.trained_slots(
-        1, slot_size=4, slots=[(0, "0:a"), (8, "1:b")], holes=[4], skipped=[(12, 20)], spike="loss 9.5"
-    )
+    run.commit(1, loss=9.5, slots=[(0, "0:a"), (8, "1:b")], holes=[4], skipped=[(12, 20)], spike="loss 9.5")
     ((_, row),) = run.journal.rows
     assert row["spike"] == "loss 9.5" and row["tokens"] == 0
     assert (1, {"spike/skipped": 1, "spike/loss": 9.5}) in run.chart.rows
@@ -310,7 +315,7 @@ def test_summary_accounts_for_every_second() -> None:
     ):
         run.spend(phase, seconds)
     run.clock.now += 9
-    run.metrics_processor.step(200, loss=1.23456, grad_norm=0.5, lr=3e-4, tokens=204_800, steps=100)
+    run.commit(200, loss=1.23456, tokens=204_800, steps=100)
     run.metrics_processor.validation(200, {"": (1.4, 1, 1)}, seconds=1.0)
     run.metrics_processor.print_summary(200, **SUMMARY)
     times = "start 4.0 s (4%), compute 71.0 s (71%), data 5.0 s (5%), checkpoint 9.0 s (9%), validation 0.0 s (0%)"

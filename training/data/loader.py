@@ -38,6 +38,15 @@ class Batch:
     ends_slot: bool  # True for this rank's last microbatch of the slot
     document_starts: Tensor | None = None  # [B, T] int64, with training.document_mask: models.contract.Model.forward
 
+    def to(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Returns inputs, labels and document starts on `device`; pinned memory is copied without waiting."""
+        starts = self.document_starts
+        return (
+            self.inputs.to(device, non_blocking=True),
+            self.labels.to(device, non_blocking=True),
+            starts if starts is None else starts.to(device, non_blocking=True),
+        )
+
 
 @dataclass(frozen=True)
 class MicrobatchSampler:
