@@ -1,5 +1,5 @@
 # `make` without a target lists the targets.
-.PHONY: help one_step check test test_all compat size lock docs sim proto corpus resume kills bits parity quorum recovery goodput drill long e2e gpu starts soak
+.PHONY: help one_step parity_experts_8_ranks check test test_all compat size lock docs sim proto corpus resume kills bits parity quorum recovery goodput drill long e2e gpu starts soak
 
 help:
 	@echo "make check   style, format, types           make test    first tier of the tests"
@@ -20,7 +20,7 @@ help:
 	@echo "make starts  starts a program with loader workers and a live gRPC channel, fifty times (10 minutes)"
 	@echo "make soak    10,000 membership changes; checks for leaks; updates docs/soak.md (40 minutes; a repeated call continues)"
 	@echo "make sim     simulates 10,000 runs of the protocol"
-	@echo "make parity  compares every layout with one process; updates docs/parity*.md (an hour on two cores; CONFIG=my.toml: that model, without updating)"
+	@echo "make parity  compares every layout with one process; updates docs/parity*.md (hours on two cores; CONFIG=my.toml: that model, without updating)"
 
 check:
 	@./scripts/run_checks.sh
@@ -62,15 +62,21 @@ kills:
 bits:
 	@.venv/bin/python bench/bits.py --write docs/bits.md
 
-# a mixture with dense blocks, a shared expert, both balances, and as many blocks and heads as eight ranks divide
-EXPERTS = --model.dim=64 --model.n_layers=8 --model.n_heads=8 --model.n_kv_heads=4 --model.head_dim=16 --model.hidden_dim=128 \
-	--model.expert_hidden_dim=32 --model.dense_layers=2 --model.shared_hidden_dim=16 --model.balance_loss=0.01 --model.router_init_std=0.5 \
+# a mixture of $(1) blocks, $(2) of them dense, with a shared expert, both balances, and as many heads as eight ranks divide
+EXPERTS = --model.n_layers=$(1) --model.dense_layers=$(2) --model.dim=64 --model.n_heads=8 --model.n_kv_heads=4 --model.head_dim=16 --model.hidden_dim=128 \
+	--model.expert_hidden_dim=32 --model.shared_hidden_dim=16 --model.balance_loss=0.01 --model.router_init_std=0.5 \
 	--model.router_score=sigmoid --training.seq_len=32
+EIGHT = .venv/bin/python bench/parity.py configs/moe.toml --ranks 8 --write docs/parity_experts_8_ranks.md
 parity:
 	@.venv/bin/python bench/parity.py $(CONFIG) --ranks 1,2,4 $(if $(CONFIG),,--write docs/parity.md)
 	@.venv/bin/python bench/parity.py $(CONFIG) --ranks 8 $(if $(CONFIG),,--write docs/parity_8_ranks.md)
-	@[ -n "$(CONFIG)" ] || .venv/bin/python bench/parity.py configs/moe.toml --ranks 1,2,4 --write docs/parity_experts.md -- $(EXPERTS)
-	@[ -n "$(CONFIG)" ] || .venv/bin/python bench/parity.py configs/moe.toml --ranks 8 --write docs/parity_experts_8_ranks.md -- $(EXPERTS)
+	@[ -n "$(CONFIG)" ] || .venv/bin/python bench/parity.py configs/moe.toml --ranks 1,2,4 --write docs/parity_experts.md -- $(call EXPERTS,8,2)
+	@[ -n "$(CONFIG)" ] || $(MAKE) parity_experts_8_ranks
+
+parity_experts_8_ranks:
+	@$(EIGHT) --section "Data, context and expert parallelism" --only '^(?!pp)(?!.*tp)' -- $(call EXPERTS,4,1)
+	@$(EIGHT) --section "With tensor parallelism" --only '^(?!pp).*tp' -- $(call EXPERTS,4,1)
+	@$(EIGHT) --section "With pipelines" --only '^pp' -- $(call EXPERTS,8,2)
 
 sim:
 	@.venv/bin/python -m tests.simulator --seeds 10000

@@ -377,7 +377,7 @@ def main(argv: Sequence[str]) -> int:
                 end = f"{number - len(failed)} of {number} cases hold, in {time.monotonic() - began:.0f} s{left}"
                 if options.write:  # after each case, so that an interrupted run leaves its results
                     lines = ((str(verdict.case.world_size), *row(verdict)) for verdict in verdicts)
-                    renew(options.write, "Cases", f"{facts}. {end}", markdown(("ranks", *HEAD), lines))
+                    renew(options.write, options.section, f"{facts}. {end}", markdown(("ranks", *HEAD), lines))
     for verdict in failed:
         print("\n" + line("", row(verdict)), *verdict.problems, sep="\n  ")
     print(end)
@@ -385,7 +385,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _options(argv: Sequence[str]) -> argparse.Namespace:
-    flags = parser((__doc__ or "").splitlines()[0], write=(Path, "page whose table is updated"))
+    flags = parser((__doc__ or "").splitlines()[0], write=(Path, "page whose table is updated"), section=("Cases", "of that page"))
     flags.epilog = "Overrides follow after --, such as: -- --model.dim 128"
     flags.add_argument("config", nargs="?", help="a TOML file; default: a tiny Llama with 8 layers")
     flags.add_argument("--ranks", type=_ranks, default="1,2,4", help="numbers of ranks; default: 1,2,4")
