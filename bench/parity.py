@@ -385,7 +385,9 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _options(argv: Sequence[str]) -> argparse.Namespace:
-    flags = parser((__doc__ or "").splitlines()[0], write=(Path, "page whose table is updated"), section=("Cases", "of that page"))
+    flags = parser(
+        (__doc__ or "").splitlines()[0], write=(Path, "page whose table is updated"), section=("Cases", "of that page")
+    )
     flags.epilog = "Overrides follow after --, such as: -- --model.dim 128"
     flags.add_argument("config", nargs="?", help="a TOML file; default: a tiny Llama with 8 layers")
     flags.add_argument("--ranks", type=_ranks, default="1,2,4", help="numbers of ranks; default: 1,2,4")
