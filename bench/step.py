@@ -1,11 +1,12 @@
 """Measures tokens per second and memory of a training step of the same model, here and in other frameworks that are installed.
 
-    python bench/step.py [--model llama|qwen3] [--peer-python PYTHON] [--rounds 7] [--device cpu|cuda] [--threads 2]
+    python bench/step.py [--model llama|qwen3] [--peer-python PYTHON] [--rounds 7] [--turns 1] [--device cpu|cuda] [--threads 2]
 
 Peers are torchtitan 0.2 and transformers 5: fp32, fp32 weights with bf16 autocast, and bf16 weights without fp32 master weights (faster,
 but small updates are lost); pharos always has fp32 master weights. Each side is one process for all rounds, on the same CPUs and number of
-threads; the sides alternate. The last lines compare each setting of pharos with the fastest peer at its best setting, round by round.
-gpu.py starts the same sides.
+threads; the sides alternate, --turns times in a round, whose seconds are added up: where a machine's speed changes within seconds, ratios
+of long rounds are steadier. The last lines compare each setting of pharos with the fastest peer at its best setting, round by round. gpu.py
+starts the same sides.
 
 A setting is a list of flags: bf16 (autocast in a peer) or bf16 weights or fp32; compile, or compile=BACKEND; checkpoint (half of the
 matmuls and all of attention are saved, in torchtitan by code of this repository that does the same as its own; transformers recomputes
@@ -71,6 +72,7 @@ def main() -> None:
         peer_python=(sys.executable, "interpreter that has the peers"),
         model=("llama", "or qwen3"),
         rounds=(7, "measurements of each side"),
+        turns=(1, f"turns of {STEPS} steps of each side in a round"),
         only=("", "a regular expression over sides with their settings"),
         device="cpu",
         threads=(len(os.sched_getaffinity(0)), "number of CPUs and threads per side"),
@@ -93,14 +95,16 @@ def main() -> None:
             except Failed as failure:
                 print(f"{worker.name}: left out: {failure}", file=sys.stderr)
         in_turns(asking(workers, do="run", steps=2), 1)  # warm-up
-        answers = in_turns(asking(workers, do="run", steps=STEPS), options.rounds)
-    print(_report(answers, first_steps))
+        answers = in_turns(asking(workers, do="run", steps=STEPS), options.rounds * options.turns)
+    print(_report(answers, first_steps, options.turns))
 
 
-def _report(answers: dict[str, list[Any]], first_steps: dict[str, float]) -> str:
+def _report(answers: dict[str, list[Any]], first_steps: dict[str, float], turns: int) -> str:
     """Returns the table, fastest first, and a line for each setting of pharos."""
-    tokens = STEPS * SIZES["batch"] * SIZES["seq"]
-    speeds = {name: [tokens / answer["seconds"] for answer in given] for name, given in answers.items()}
+    tokens, speeds = turns * STEPS * SIZES["batch"] * SIZES["seq"], dict[str, list[float]]()
+    for name, given in answers.items():
+        seconds = [answer["seconds"] for answer in given]
+        speeds[name] = [tokens / sum(seconds[at : at + turns]) for at in range(0, len(seconds), turns)]
     memory = {name: given[-1]["memory_mib"] for name, given in answers.items()}
     fastest, rows = sorted(speeds, key=lambda name: statistics.median(speeds[name]), reverse=True), []
     for name in fastest:
