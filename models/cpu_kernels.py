@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 _BLOCK_ELEMENTS = 1 << 18  # fp32 elements of a block of rows: 1 MiB, in the second-level caches of two cores
-_SCORE_BYTES = 1 << 22  # size of a block's attention scores: blocks of 1 MiB need so many more calls that a step takes 6 % longer
+_SCORE_BYTES = 1 << 22  # of a block's attention scores; with 1 MiB there are more calls, and a step takes 6 % longer
 _QUERY_BLOCK = 128  # queries of a block; smaller blocks skip more of the masked half, larger ones need fewer calls
 
 
