@@ -108,7 +108,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    gc.disable()  # while tests are collected: imports leave no garbage
     config.addinivalue_line(
         "markers", "long: left out of both tiers for time, unless its file is named; run by make long"
     )
@@ -129,9 +128,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items[:] = [item for item in items if item not in later]
 
 
-def pytest_collection_finish() -> None:
-    gc.freeze()  # automatic collections need not visit all of torch and pytest
-    gc.enable()
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    gc.disable()  # imports leave no garbage
+    try:
+        return (yield)
+    finally:
+        gc.freeze()  # later collections need not visit all of torch and pytest
+        gc.enable()
 
 
 def _tier(config: pytest.Config) -> str:

@@ -1,8 +1,7 @@
 """Metrics of a run (log line, metrics.jsonl, charts) and the record of its training data, samples.jsonl.
 
-train.py calls MetricsProcessor.step after each committed step, MetricsProcessor.validation after each
-validation. Nothing here waits for the device: the loss is passed as a number, and memory is read from counters on the host, on logging
-steps only."""
+train.py calls MetricsProcessor.step after each committed step, MetricsProcessor.validation after each validation. Nothing here waits for
+the device: the loss is passed as a number, and memory is read from counters on the host, on logging steps only."""
 
 from __future__ import annotations
 
