@@ -68,8 +68,10 @@ class Trained:
         """It is, as far as its protocol goes."""
         return str(self.core.machine.phase)
 
-    def kill(self) -> None:
-        """The group's server dies, and the group with it: whatever it does next raises GroupEnded."""
+    def kill(self, *others: Trained) -> None:
+        """The group's server dies, and the group with it: whatever it does next raises GroupEnded. First each of `others` has committed the
+        last step of this group: one that had not all its sums would heal that step, as a collective is not atomic."""
+        assert in_time(lambda: all(one.core.step >= self.core.step for one in others))
         server = self.core.membership.server
         assert server
         os.kill(server.pid, signal.SIGKILL)

@@ -68,8 +68,8 @@ class Group(Trained):
     outer: dict[int, list[Tensor]] = field(default_factory=dict)
     slots: dict[int, list[int]] = field(default_factory=dict)  # of the inner steps before
 
-    def kill(self) -> None:
-        super().kill()
+    def kill(self, *others: Trained) -> None:
+        super().kill(*others)
         raise GroupEnded("killed")
 
     def stop(self) -> None:
@@ -172,7 +172,7 @@ def test_a_death_costs_no_inner_step(when: str):
         if group.name == "c" and group.manager.num_participants() == 3 and group.weights and done == place and not died:
             died.append(group.manager.current_step())
             a.until = b.until = died[0] + 3
-            group.kill()
+            group.kill(a, b)
 
     with job(min_replicas=2) as made:
         a, b, _ = (made.group(name, diloco(Schedule(4, delay=1)), FOR_EVER, inside=inside) for name in "abc")

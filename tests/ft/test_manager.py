@@ -103,7 +103,7 @@ def test_a_death_costs_the_others_no_step():
         """Before its tail is sent: once all of it is out, one survivor may have all sums and the other not, who then heals."""
         if len(rank.together_commits) == 4 and not died_at:
             died_at.append(rank.manager.step)
-            rank.kill()
+            rank.kill(a, b)
         return True
 
     with job(min_replicas=2) as made:
@@ -150,7 +150,7 @@ def test_a_dead_groups_slot_is_computed_in_the_same_step(deterministic: bool, tm
         """When its gradients are computed and not yet sent."""
         if len(rank.together_commits) == 4:
             died_at.append(rank.manager.step)
-            rank.kill()
+            rank.kill(a, b)
         return True
 
     options = {"slots_per_step": 3, "deterministic_reduce": deterministic}

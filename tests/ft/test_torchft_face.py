@@ -53,7 +53,7 @@ def test_a_death_costs_the_others_no_step_and_no_body():
         if group.name == "c" and group.manager.num_participants() == 3:
             died_at.append(group.manager.current_step() + 1)
             a.steps = b.steps = died_at[0] + 3
-            group.kill()
+            group.kill(a, b)
         group.backward()
 
     with job(min_replicas=2) as made:
@@ -154,7 +154,7 @@ def test_sums_of_ones_own(clips: bool):
         if group.name == "c" and group.manager.num_participants() == 3:
             died_at.append(group.manager.current_step() + 1)
             a.steps = b.steps = died_at[0] + 3
-            group.kill()
+            group.kill(a, b)
 
     with job(min_replicas=2) as made:
         more: dict[str, Any] = {"wrap": False, "body": body, "arguments": {"init_sync": False}}

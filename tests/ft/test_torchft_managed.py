@@ -38,7 +38,7 @@ def test_a_copied_result_is_never_that_of_a_failed_reduction():
             if group.name == "c" and managed.size() == 3:
                 died_at.append(group.manager.current_step() + 1)
                 a.steps = b.steps = died_at[0] + 3
-                return group.kill()
+                return group.kill(a, b)
 
     with job(min_replicas=2) as made:
         more: dict[str, Any] = {"wrap": False, "body": body, "arguments": {"init_sync": False}}
