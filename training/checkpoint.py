@@ -1,8 +1,8 @@
 """Checkpoints: when the run is saved, and which checkpoint it resumes from; model and optimizer states as flat dictionaries by full name.
 
-Flow: components.py calls `load` and `close`, saver.py calls `save` when `due` returns True. checkpoint_dcp.py writes and reads the states,
-checkpoint_files.py publishes the files of a checkpoint atomically; object_store.py copies it into an object store, if checkpoint.folder is
-one."""
+Flow: components.py calls `load` and `close`, train.py asks `due` and `overdue`, saver.py calls `save`. checkpoint_dcp.py writes and reads
+the states, checkpoint_files.py publishes the files of a checkpoint atomically; object_store.py copies it into an object store, if
+checkpoint.folder is one."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -24,7 +24,15 @@ from torch import nn
 from ft.optim_state import init_optim_state
 from ft.seam import from_checkpoint
 from training import checkpoint_files as files
-from training.checkpoint_files import EMA_STATE, METRICS_STATE, CheckpointFailed, Damaged, FileRecord, Manifest
+from training.checkpoint_files import (
+    EMA_STATE,
+    METRICS_STATE,
+    SPIKES_STATE,
+    CheckpointFailed,
+    Damaged,
+    FileRecord,
+    Manifest,
+)
 from training.log import Log
 from training.object_store import ObjectStore, Uploader, is_url
 from training.progress import Clock
@@ -127,9 +135,9 @@ class CheckpointConfig:
 
 
 class Checkpointer:
-    """Saves and restores `states` in `<run_folder>/<config.folder>/step-N`. Every rank of the default process group has one and calls every
-    collective. Ensures: a kill at any instant leaves the last published checkpoint intact, and the next launch finds it; a damaged one is
-    not loaded (with verify_digests); a run with checkpoints never silently restarts from step 0; all ranks raise the same error."""
+    """Saves and restores `states` in `<run_folder>/<config.local_folder>/step-N`. Every rank of the default process group has one and calls
+    every collective. Ensures: a kill at any instant leaves the last published checkpoint intact, and the next launch finds it; a damaged
+    one is not loaded (with verify_digests); a run with checkpoints never silently restarts from step 0; all ranks raise the same error."""
 
     def __init__(
         self,
@@ -617,7 +625,7 @@ class Checkpointer:
         setting = f'checkpoint.initial_load_path = "{config.initial_load_path}"'
 
         def find() -> tuple[Path, Manifest | str | None]:
-            path = self._initial_folder()
+            path = self.fetch_initial()
             return path, manifest_or_problem(path) if (path / files.MANIFEST).exists() else None
 
         path, found = self._ranks.on_rank0(find)
@@ -633,8 +641,9 @@ class Checkpointer:
             raise CheckpointFailed(f"{setting}: damaged: {problem}")
         return found.step if isinstance(found, Manifest) and not config.initial_load_model_only else None
 
-    def _initial_folder(self) -> Path:
-        """Returns the checkpoint that initial_load_path names, copied out of an object store if it is a URL."""
+    def fetch_initial(self) -> Path:
+        """Returns the checkpoint that initial_load_path names, copied out of an object store, once, if it is a URL. In rank 0. Raises
+        CheckpointFailed, and ValueError if there is none."""
         name = self._config.initial_load_path
         if not is_url(name):
             return initial_folder(name)
@@ -693,6 +702,10 @@ class Checkpointer:
             return problem
         for name, values in filled.items():
             self._states[name].load_state_dict(values)
+        for name in {EMA_STATE, SPIKES_STATE} & set(
+            names
+        ) - filled.keys():  # what they hold is of steps that are given up
+            cast(Any, self._states[name]).reset()
         size = "" if found is None else f"{found.size_bytes / 1e6:.1f} MB "
         seconds = time.perf_counter() - began
         self._log.info("checkpoint: %s loaded from %s, %sin %.2f s", ", ".join(names), path, size, seconds)
@@ -737,18 +750,23 @@ class RankCollectives:
         return outcome[0]
 
 
-def beginning(config: CheckpointConfig, run_folder: Path) -> Path | None:
+def beginning(
+    config: CheckpointConfig, run_folder: Path, *, fetch_initial: Callable[[], Path] | None = None
+) -> Path | None:
     """Returns the full checkpoint from which a launch continues data and step: the run's own, else initial_load_path, if its step and
-    position are loaded; None: it begins at step 0. Raises ValueError if initial_load_path is none."""
+    position are loaded; None: it begins at step 0. `fetch_initial`: copies initial_load_path out of an object store; without it a URL, and
+    what only the run's own store has, count as none. Raises ValueError if initial_load_path is not a checkpoint."""
     if not config.enable:
         return None
-    folder = run_folder / config.folder
+    folder = run_folder / config.local_folder
     step = config.load_step if config.load_step >= 0 else files.newest(folder)
     if step is not None or files.list_steps(folder):
         return None if step is None else files.step_folder(folder, step)
     excluded = any("ledger".startswith(name) for name in config.exclude_from_loading)
     if not config.initial_load_path or config.initial_load_model_only or excluded:
         return None
+    if is_url(config.initial_load_path):
+        return fetch_initial() if fetch_initial else None
     return initial_folder(config.initial_load_path)
 
 

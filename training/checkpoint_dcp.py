@@ -122,10 +122,11 @@ def fit(
     settings that a different version of torch lacks, the metrics of replica groups, the window of training.on_spike, and averages
     of weights."""
     saved = {name: value for name, value in metadata.state_dict_metadata.items() if name.split(".")[0] in wanted}
+    here = [f"{state}.{key}" for state, values in states.items() for key in values]
     misfits = [
         f'exclude_from_loading: no name begins with "{prefix}"'
         for prefix in exclude
-        if not any(_has_prefix(name, [prefix]) for name in saved)
+        if not any(_has_prefix(name, [prefix]) for name in (*saved, *here))
     ]
     saved = {name: value for name, value in saved.items() if not _has_prefix(name, exclude)}
     with_state = {name.rpartition(".")[0] for name in saved}

@@ -68,7 +68,7 @@ TRACES = "comm_traces"  # the flight recorder's files, in the folder of the run 
 class Components:
     """Builds the components of one rank, in the order in which they depend on each other; train.Run is the loop over them."""
 
-    HEALED_STATES: tuple[str, ...] = ("model", "optimizer")  # states that a healing replica group receives
+    HEALED_STATES: tuple[str, ...] = ("model", "optimizer")  # of model and optimizer what a healing group receives
 
     def __init__(
         self,
@@ -269,8 +269,8 @@ class Components:
         finished = self.exported_step >= config.training.steps
         newest, named = self.checkpointer.newest_step(), config.checkpoint.load_step
         self.metrics_processor.resume_step = self.changed_step = (newest if named < 0 else named) + self.inner_steps
-        if is_rank0 and not newest and (path := beginning(config.checkpoint, folder)):
-            self.begin_record(path)
+        if is_rank0 and not newest:
+            self.begin_record()
         manager_restores = shared and not seed and newest < config.training.steps
         if not (finished or manager_restores):  # else another group sends the state, or the manager calls `restore`
             self.load()
@@ -280,12 +280,17 @@ class Components:
             self.announce_changes()
             self.metrics_processor.sink = self.cleanup.enter_context(closing(writer))
 
-    def begin_record(self, path: Path) -> None:
-        """Prepares the first row of samples.jsonl for a run that continues the data of another run's checkpoint."""
+    def begin_record(self) -> None:
+        """Prepares the first row of samples.jsonl if this run continues the data of another run's checkpoint."""
+        config, fetch_initial = self.config, self.checkpointer.fetch_initial
         try:
+            path = beginning(config.checkpoint, config.run_folder, fetch_initial=fetch_initial)
+            if path is None:
+                return
             step, ledger = progress_in(path)
         except Exception as error:  # noqa: BLE001 (unverified, so it can raise anything; `load` reports damage)
-            return self.log.warning("%s: its position cannot be read: %s", path, error)
+            self.log.warning("%s: its position cannot be read: %s", config.checkpoint.initial_load_path, error)
+            return
         holes = [[hole, hole + ledger["slot_size"]] for hole in ledger["holes"]]
         self.metrics_processor.begin = {"position": ledger["position"], "holes": holes}
         self.metrics_processor.resume_step = step + self.inner_steps
@@ -363,7 +368,7 @@ class Components:
                 for value in values.values():
                     value.zero_()  # as Adam and Muon begin
         if self.ema is not None:
-            self.ema.n_averaged = 0
+            self.ema.reset()
         self.metrics_processor.tokens = 0
         if self.spikes is not None:
             self.spikes.reset()

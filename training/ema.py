@@ -46,7 +46,16 @@ class EMA:
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Loads it; without the average of some parameter the average begins anew."""
+        if (
+            not self.averages.keys() <= state.keys() or "n_averaged" not in state
+        ):  # of another model, or left out of loading
+            return self.reset()
         for name, average in self.averages.items():
             if average is not state[name]:
                 average.copy_(state[name])
         self.n_averaged = state["n_averaged"]
+
+    def reset(self) -> None:
+        """Begins the average anew: the next update takes the weights."""
+        self.n_averaged = 0

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
 
 from tests.unit.checkpoint_job import Job, data_file, flip_a_bit, same
@@ -118,6 +119,11 @@ def test_a_part_of_another_runs_weights(tmp_path: Path) -> None:
     tuned.checkpointer.load()
     assert head.weight.equal(before)
     assert tuned.model.get_parameter("0.weight").equal(first.model.get_parameter("0.weight"))
+    more = Job(tmp_path / "more", seed=1, initial_load_path=path, exclude_from_loading=("model.2.gain",))
+    more.model[2] = head = nn.Linear(5, 3)
+    head.gain = nn.Parameter(torch.ones(3))  # that only this run has
+    more.checkpointer.load()
+    assert head.weight.equal(first.model.get_parameter("2.weight")) and head.gain.equal(torch.ones(3))
     with pytest.raises(ValueError, match=r'exclude_from_loading: no name begins with "model\.head"'):
         Job(tmp_path / "other", initial_load_path=path, exclude_from_loading=("model.head",)).checkpointer.load()
 

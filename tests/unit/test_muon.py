@@ -183,7 +183,14 @@ def test_an_average_begins_and_ends_at_a_branch_point_and_goes_out_with_the_weig
     ema = EMA([part], 0.5)
     assert checkpointer(ema).load() == 1 and ema.n_averaged == 0  # it begins
     ema.update()
-    checkpointer(ema).save(2)
+    ema.update()
+    saver = checkpointer(ema)
+    saver.rewind(
+        2, [], lambda: None
+    )  # to step 1, which has no average: one of steps that are given up is none of theirs
+    assert ema.n_averaged == 0
+    ema.update()
+    saver.save(2)
     again = EMA([part], 0.5)
     assert checkpointer(again).load() == 2 and again.n_averaged == 1
     assert torch.equal(*(each.averages["weight"] for each in (ema, again)))
@@ -193,3 +200,5 @@ def test_an_average_begins_and_ends_at_a_branch_point_and_goes_out_with_the_weig
     checkpointer(again, last_save_model_only=True, export_dtype="bfloat16").save(3, last=True)
     values = checkpoint_values(tmp_path / "checkpoint" / "step-3")
     assert torch.equal(values["ema.weight"], ema.averages["weight"].bfloat16()) and not values["model.weight"].any()
+    again.load_state_dict({"n_averaged": 1})  # weights were left out of loading
+    assert again.n_averaged == 0
