@@ -12,7 +12,9 @@ import re
 import tempfile
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import suppress
+from difflib import get_close_matches
 from inspect import signature
+from pathlib import Path
 
 import torch
 from torch.torch_version import TorchVersion
@@ -21,8 +23,9 @@ from configs.errors import raise_problems
 from configs.keys import to_text
 from configs.load import FILE_NAME, section_types
 from configs.schema import RunConfig
-from models.contract import has_experts, nearest
+from models.contract import check_contract, has_experts, nearest
 from parallelisms.device import local_device_type
+from parallelisms.execution import CompileConfig
 from parallelisms.mesh import degrees
 from parallelisms.pipeline_plan import check_pipeline, schedule_of, splits_backward
 from training.checkpoint import beginning, progress_in
@@ -59,6 +62,7 @@ def check_settings(config: RunConfig, *, world_size: int, device_type: str | Non
         lambda: _check_schedules(config),
         lambda: _check_sets(config),
         lambda: _check_folders(config),
+        lambda: _check_compile(config),
         lambda: _check_replica_groups(config, kind),
         lambda: _check_rounds(config),
         lambda: _check_rewind(config),
@@ -254,18 +258,42 @@ def _check_folders(config: RunConfig) -> Iterator[str]:
                 f'nearest: "{local}"'
             )
     # Nothing is created yet; an existing file is the user's
-    there = next((folder for folder in (config.run_folder, *config.run_folder.parents) if folder.exists()), None)
-    if there and not there.is_dir():
-        yield f'job.dump_folder = "{config.job.dump_folder}": {there} is a file, not a folder'
+    for setting, there in _existing(config):
+        if not there.is_dir():
+            yield f"{setting}: {there} is a file, not a folder"
 
 
-def _check_writable(config: RunConfig) -> None:
-    """The run's folder, or the one in which it will be made, must be writable."""
-    there = next((folder for folder in (config.run_folder, *config.run_folder.parents) if folder.exists()), None)
-    if there and not os.access(there, os.W_OK | os.X_OK):
+def _check_compile(config: RunConfig) -> None:
+    if not config.compile.enable or config.compile.backend == CompileConfig.backend:  # the import takes a second
+        return
+    from torch._dynamo import list_backends
+
+    if config.compile.backend not in list_backends(exclude_tags=()):  # also those for debugging
+        near = get_close_matches(config.compile.backend, names := list_backends(), 1, 0)
         raise ValueError(
-            f'job.dump_folder = "{config.job.dump_folder}": this user may not write {there}; nearest: a folder that it may write'
+            f'compile.backend = "{config.compile.backend}": torch has {", ".join(names)}; nearest: "{near[0]}"'
         )
+
+
+def _check_writable(config: RunConfig) -> Iterator[str]:
+    for setting, there in _existing(config):
+        if there.is_dir() and not os.access(there, os.W_OK | os.X_OK):
+            yield f"{setting}: this user may not write {there}; nearest: a folder that it may write"
+
+
+def _existing(config: RunConfig) -> Iterator[tuple[str, Path]]:
+    """Yields the setting and the path of the run's folder, and of its checkpoints', or what there is of the path to it."""
+    paths = {f'job.dump_folder = "{config.job.dump_folder}"': config.run_folder}
+    if config.checkpoint.enable:
+        folder = config.checkpoint.local_folder
+        paths[f'checkpoint.folder = "{folder}"'] = config.run_folder / folder
+    seen = set[Path]()
+    for setting, path in paths.items():
+        path = Path(os.path.normpath(path))  # ".." of a folder that is not there yet
+        there = next((each for each in (path, *path.parents) if each.exists()), None)
+        if there and there not in seen:
+            seen.add(there)
+            yield setting, there
 
 
 def _check_replica_groups(config: RunConfig, device_type: str) -> Iterator[str]:
@@ -397,13 +425,13 @@ def _check_model(config: RunConfig, world_size: int) -> None:
                 _check_budgets(config, data.order(seed=training.seed, seq_len=training.seq_len), world_size)
             if config.validation.enable:
                 data.validation_orders(seq_len=training.seq_len)
-    if config.optimizer.groups:
-        check_patterns(config.optimizer, [name for name, _ in config.meta_model(vocab_size).named_parameters()])
+    model = config.meta_model(vocab_size)
+    check_contract(model, config.model.name)
+    check_patterns(config.optimizer, model)
     if config.parallelism.tensor_parallel_degree > 1:  # the import takes half as long as torch's
         from parallelisms.tensor import check_plan
 
-        check_plan(config.meta_model(vocab_size), degrees(config.parallelism, world_size))
-    model = config.meta_model(vocab_size)
+        check_plan(model, degrees(config.parallelism, world_size))
     if training.document_mask and "document_starts" not in signature(model.forward).parameters:
         raise ValueError(
             f'training.document_mask = true: the forward of model.name = "{config.model.name}" takes no document_starts '

@@ -14,7 +14,7 @@ import torch
 import models
 from configs.document import Origin
 from ft.config import FaultTolerance
-from models.contract import Model, ModelConfig
+from models.contract import Model, ModelConfig, fault
 from models.init import NoInit
 from parallelisms.activation_checkpoint import ActivationCheckpointConfig
 from parallelisms.distributed import CommConfig
@@ -87,10 +87,13 @@ class RunConfig:
         )
 
     def meta_model(self, vocab_size: int, max_seq_len: int = 0) -> Model:
-        """Returns the model on the meta device, without memory. `max_seq_len`: 0: training.seq_len."""
+        """Returns the model on the meta device, without memory. `max_seq_len`: 0: training.seq_len. Raises ValueError."""
         build = model_module(self.model.name).build
-        with torch.device("meta"), NoInit():
-            return build(self.model, vocab_size=vocab_size, max_seq_len=max_seq_len or self.training.seq_len)
+        try:
+            with torch.device("meta"), NoInit():
+                return build(self.model, vocab_size=vocab_size, max_seq_len=max_seq_len or self.training.seq_len)
+        except Exception as error:
+            raise fault(error, self.model.name, "build") from error
 
     def execution_config(self, precision: Precision, *, vocab_size: int, device_type: str) -> ExecutionConfig:
         return ExecutionConfig(

@@ -101,7 +101,7 @@ class FaultTolerance:
     ] = False
     interface: Annotated[
         str,
-        'the network on which other groups reach this machine: an interface ("eth0") or addresses ("10.0.0.0/8"); '
+        'the network on which other groups reach this host: an interface ("eth0") or addresses ("10.0.0.0/8"); '
         '"": the one that leads to the lighthouse',
     ] = ""
     digest_interval: Annotated[
@@ -246,7 +246,7 @@ class FaultTolerance:
 
     @property
     def times(self) -> Timeouts:
-        """Timeouts, which must be equal in all processes of the job."""
+        """Timeouts of this process; heartbeat_timeout_s and heal_grace_s must be those of the lighthouse."""
         timeouts = {timeout.name: getattr(self, timeout.name) for timeout in fields(Timeouts)}
         return Timeouts(**{**timeouts, "takeover_s": self.takeover_s or None})
 

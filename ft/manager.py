@@ -7,9 +7,9 @@ torchft's interface over this class (compat/manager.py).
                                                                                                  ---> GroupClient   quorum requests, votes
 
 Any thread may feed the machine: the threads of notices, of a fetch, of background votes, and the trainer's, which carries out all effects
-but InterruptCollectives, in order, inside the three calls; a notice only interrupts the trainer's wait for peers. One effect overlaps with
-the trainer's forward and backward: a process group may form meanwhile (`_effect_ahead`); then nothing is launched before `reduce`.
-"""
+but InterruptCollectives, in order, inside begin_step, reduce, commit and rewind; a notice only interrupts the trainer's wait for peers. One
+effect overlaps with the trainer's forward and backward: a process group may form meanwhile (`_effect_ahead`); then nothing is launched
+before `reduce`."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ class ReplicaGroupConfig:
     group_rank: int
     world_size: int
     lighthouse: str  # http://host:port
-    host: str  # address at which other groups reach this machine
+    host: str  # address at which other groups reach this host
     access: Access
     times: Timeouts
     restart_count: int = 0  # TORCHELASTIC_RESTART_COUNT

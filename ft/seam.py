@@ -112,8 +112,8 @@ class Seam(Protocol):
 
     def last_backward(self, slot: int) -> AbstractContextManager[None]:
         """Wraps the last backward of each slot, in the order of the assignment. In that of the last slot (with deterministic_reduce: of
-        each) the reduction of each gradient begins as soon as it is complete. Until `commit` only the manager may change .grad, except for
-        backwards of the next slot, which accumulate into it or start from None."""
+        each) each bucket is all-reduced as soon as it and all before it are complete. Until `commit` only the manager may change .grad,
+        except for backwards of the next slot, which accumulate into it or start from None."""
 
     def begin_step(self, *, until: int | None = None) -> DataAssignment:
         """Joins a new quorum if one is due, and returns this group's slots; the same ones until `commit`. Without slots this group computes
@@ -156,7 +156,7 @@ class Seam(Protocol):
     @property
     def last_waiting_for_others_s(self) -> float:
         """time.monotonic() of the newest message in which the group server said that this group waits for other groups or the lighthouse,
-        not for one of its own ranks; -inf: there was none."""
+        not for one of its own ranks, or answered a quorum request; -inf: there was none."""
 
     def want_to_leave(self) -> None:
         """Records a SIGTERM, from any thread. If the group waits for others, its ranks raise GroupReleased; else the trainer leaves."""

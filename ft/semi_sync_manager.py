@@ -57,7 +57,7 @@ def _of_all(name: str) -> Any:
 class FragmentGradients(Gradients):
     """Gradients of fragments (semi_sync.py), one of which is reduced in each round, in turn. Each has Gradients of its own, with buckets;
     the round's number determines the current fragment, so all groups send the same one. `attach` is called once for each fragment, in their
-    order. `dropped`: gradients were dropped since it was last set to False. There is no last_backward, all_reduce, can_repeat."""
+    order. `dropped`: gradients were dropped since it was last set to False. last_backward, all_reduce and can_repeat are not for it."""
 
     def __init__(self, *, shared: bool = False, quantized: bool = False, bucket_bytes: int = BUCKET_BYTES) -> None:
         super().__init__(shared=shared, quantized=quantized, bucket_bytes=bucket_bytes)

@@ -9,11 +9,16 @@ models/<name>_hf.py, if there is one, holds the model's `Format` for scripts/hf.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from inspect import signature
+from pathlib import Path
+from traceback import extract_tb
 from types import MappingProxyType
 from typing import Annotated, Any, cast
 
+import torch
 from torch import Tensor, nn
 
 
@@ -70,6 +75,23 @@ class Model(nn.Module):
     def init_weights(self, seed: int) -> None:
         """Initialises every parameter and buffer; the values depend only on (seed, name, block of rows): models/init.py."""
         raise NotImplementedError
+
+    @torch.no_grad()
+    def initialise(self, seed: int) -> None:
+        """Calls `init_weights`. Raises ValueError if it leaves values out, which would be those that the memory happens to hold."""
+        named = [*self.named_parameters(), *self.named_buffers()]
+        own = {name: tensor.to_local() if hasattr(tensor, "to_local") else tensor for name, tensor in named}
+        own = {name: tensor for name, tensor in own.items() if tensor.is_floating_point()}
+        for tensor in own.values():
+            tensor.fill_(math.nan)
+        self.init_weights(seed)
+        missing = [name for name, tensor in own.items() if tensor.sum().isnan()]
+        if missing:
+            more = f" and {len(missing) - 3} others" if len(missing) > 3 else ""
+            raise ValueError(
+                f"{type(self).__module__}.{type(self).__name__}: init_weights leaves {', '.join(missing[:3])}{more} without values, or "
+                "gives NaN; it must initialise every parameter and buffer (models/contract.py)"
+            )
 
     def tie_weights(self) -> None:
         """Gives the head the embedding's parameter, if `tied`: in __init__, and after each module's parameters have been replaced."""
@@ -133,6 +155,50 @@ class Experts(nn.Module):
     def dispatch_and_combine(self, rows: Tensor, counts: Tensor) -> Tensor:
         """Calls forward. Expert parallelism replaces it by an all-to-all before and after forward. `counts` [E]: of all experts."""
         return cast(Tensor, self(rows, counts))
+
+
+def check_contract(model: nn.Module, name: str) -> None:
+    """Raises ValueError if `model`, that of models/`name`.py, lacks a part that every run uses."""
+    layers, output, takes = getattr(model, "layers", None), getattr(model, "output", None), signature(model.forward)
+    names = list(layers) if isinstance(layers, nn.ModuleDict) else []
+    found: list[tuple[bool, str]] = [
+        (isinstance(model, Model), f"build returns {type(model).__name__}, which does not extend Model"),
+        (isinstance(layers, nn.ModuleDict), f"layers is {type(layers).__name__}, not nn.ModuleDict"),
+        (
+            names == [str(number) for number in range(len(names))],
+            f'layers is named {", ".join(names)}, not "0", "1", ...',
+        ),
+        (isinstance(output, Head), f"output is {type(output).__name__}, not Head"),
+        (isinstance(getattr(model, "dim", None), int), "it has no dim, the width of the hidden state"),
+        *((key in takes.parameters, f"its forward takes no {key}") for key in ("labels", "positions")),
+        *(
+            (getattr(type(model), key, None) is not getattr(Model, key), f"it has no {key}")
+            for key in ("init_weights", "flops_per_token")
+        ),
+        *((value.ndim > 0, f"{key} has no dim to shard; make it [1]") for key, value in model.named_parameters()),
+    ]
+    for holds, problem in found:
+        if not holds:
+            raise ValueError(f'model.name = "{name}": {problem} (models/contract.py)')
+
+
+def model_line(error: Exception) -> str:
+    """Returns the line of a model's code that an error came through last: "models/llama.py, line 9"; "": none."""
+    frames = [frame for frame in extract_tb(error.__traceback__) if Path(frame.filename).parent.name == "models"]
+    return f"models/{Path(frames[-1].filename).name}, line {frames[-1].lineno}" if frames else ""
+
+
+def fault(error: Exception, name: str, call: str) -> ValueError:
+    """Returns the message for an error that `call` of models/`name`.py raised, with the line of the model's code."""
+    line = model_line(error)
+    return ValueError(f'model.name = "{name}": {call} raised {type(error).__name__}: {error}{line and f" ({line})"}')
+
+
+def set_dtype(model: nn.Module, dtype: torch.dtype) -> None:
+    """Converts the parameters, except those of routers, which stay fp32. Buffers, such as the rotary table, keep their dtype."""
+    for module in model.modules():
+        for parameter in () if isinstance(module, Router) else module.parameters(recurse=False):
+            parameter.data = parameter.data.to(dtype)
 
 
 def has_experts(module: nn.Module) -> bool:

@@ -82,8 +82,12 @@ class Config(ModelConfig):
                 f"pairs); nearest: {nearest_divisors(self.dim // 2, self.n_heads)}"
             )
 
+    def tensor_parallel_sizes(self) -> dict[str, int]:
+        """Returns the keys whose sizes tensor parallelism must divide."""
+        return {"n_heads": self.n_heads, "n_kv_heads": self.n_kv_heads, "hidden_dim": self.hidden_dim}
+
     def check_tensor_parallel(self, degree: int) -> None:
-        shared = {"n_heads": self.n_heads, "n_kv_heads": self.n_kv_heads, "hidden_dim": self.hidden_dim}
+        shared = self.tensor_parallel_sizes()
         uneven = [f"model.{name} = {count}" for name, count in shared.items() if count % degree]
         if uneven:
             raise ValueError(

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.autograd import Function
 
 from models import llama, ops, qwen3
-from models.contract import Experts, Router, nearest_divisors
+from models.contract import Experts, Router
 from models.init import normal_
 
 SPARSE_PLAN = {  # of a sparse block's feed_forward, in place of a dense one's: parallelisms/tensor.py
@@ -62,13 +62,9 @@ class Config(qwen3.Config):
                 f"model.dense_layers = {self.dense_layers}: must be below model.n_layers = {self.n_layers}; nearest: {self.n_layers - 1}"
             )
 
-    def check_tensor_parallel(self, degree: int) -> None:
-        super().check_tensor_parallel(degree)
-        if self.shared_hidden_dim % degree:
-            raise ValueError(
-                f"parallelism.tensor_parallel_degree = {degree}: must divide model.shared_hidden_dim = {self.shared_hidden_dim}; "
-                f"nearest: {nearest_divisors(self.shared_hidden_dim, degree)}"
-            )
+    def tensor_parallel_sizes(self) -> dict[str, int]:
+        sizes = {**super().tensor_parallel_sizes(), "shared_hidden_dim": self.shared_hidden_dim}
+        return sizes if self.dense_layers else {key: size for key, size in sizes.items() if key != "hidden_dim"}
 
 
 def build(config: Config, *, vocab_size: int, max_seq_len: int) -> MoEModel:

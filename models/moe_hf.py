@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from models import qwen3_hf
-from models.llama_hf import Entry, Published, shown
+from models.llama_hf import Entry, Published, number, shown
 from models.moe import Config
 
 EXPERTS = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
@@ -62,8 +62,9 @@ class Format(qwen3_hf.Format):
         coefficient = body.get("router_aux_loss_coef", 0.001)  # transformers' default
         if isinstance(coefficient, bool) or not isinstance(coefficient, int | float) or coefficient < 0:
             raise ValueError(f"router_aux_loss_coef = {shown(coefficient)}: must be a number from 0")
+        width = number(body, "head_dim", number(body, "hidden_size") // number(body, "num_attention_heads"))
         own = {"dense_layers": len(dense), "normalize_weights": normalize, "balance_loss": float(coefficient)}
-        return {**super().own_settings(body), **own}
+        return {**super().own_settings(body), **own, "head_dim": width}
 
     def read_config(self, body: Mapping[str, Any]) -> Published:
         count = {"num_experts": body.get("num_local_experts")}  # so named by transformers 5

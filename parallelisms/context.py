@@ -128,7 +128,7 @@ def ring_of_documents(
     q: Tensor, k: Tensor, v: Tensor, document_starts: Tensor, mesh: DeviceMesh, pieces: list[list[int]]
 ) -> Tensor:
     """Computes the attention of this rank's queries [B, T, H, D] to each rank's keys and values as they arrive from the previous rank, for
-    any device. The backward has those of all ranks, unless activation checkpointing recomputes the attention."""
+    any device. Autograd keeps those of all ranks for the backward, unless activation checkpointing recomputes the attention."""
     cp, rank, group = mesh.size(), mesh.get_local_rank(), mesh.get_group().group_name
     places = positions(pieces, cp * q.shape[1], q.device)
     sent, received = ([2 * (other == peer % cp) for other in range(cp)] for peer in (rank + 1, rank - 1))

@@ -6,8 +6,9 @@ parameters of a rank's experts over efsdp (parallelisms/mesh.py)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
+from math import gcd
 from typing import Any, cast
 
 import torch
@@ -103,11 +104,22 @@ def check_experts(model: Model, degrees: ParallelDims, config: ParallelismConfig
             count, rows = parameter.shape[:2]
             if count % degree:
                 raise ValueError(
-                    f"{cause}must divide the {count} experts of {name}; nearest: {nearest_divisors(count, degree)}"
+                    f"{cause}must divide the {count} experts of {name}; nearest: {nearest_divisors(gcd(count, ranks), degree)}"
                 )
             shards = ranks // degree
             if count // degree % shards and rows % shards:
                 raise ValueError(
                     f"{cause}{name}.{leaf} {list(parameter.shape)} has neither {degree} x {shards} experts nor rows divisible by {shards} "
-                    f"shards; nearest: {nearest_divisors(ranks, degree)}"
+                    f"shards; nearest: {_legal_degrees(experts, ranks) or f'widths of experts in multiples of {shards}'}"
                 )
+
+
+def _legal_degrees(experts: Iterable[tuple[str, Experts]], ranks: int) -> str:
+    """Returns the degrees of expert parallelism that divide all experts over that many ranks: "1 or 4"; "": none."""
+    shapes = [parameter.shape for _, module in experts for parameter in module.parameters(recurse=False)]
+    return " or ".join(
+        str(degree)
+        for degree in range(1, ranks + 1)
+        if ranks % degree == 0
+        and all(s[0] % degree == 0 and (s[0] % ranks == 0 or s[1] % (ranks // degree) == 0) for s in shapes)
+    )

@@ -1,7 +1,7 @@
 """FSDP2, HSDP and DDP: the data-parallel axes of the mesh, and bf16 compute over fp32 parameters.
 
-With a sharding axis only: FSDP; with a replicating axis too: HSDP; with a replicating axis only: DDP, by torch's `replicate`. It is also
-applied on one rank, for mixed precision, and so that every parameter of every run is a DTensor."""
+With a sharding axis only: FSDP; with a replicating axis too: HSDP; with a replicating axis only: DDP, by torch's `replicate`. FSDP is
+also applied on one rank, for mixed precision, and so that every parameter of every run is a DTensor."""
 
 from __future__ import annotations
 

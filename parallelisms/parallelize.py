@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from models.contract import Model, Router, has_experts
+from models.contract import Model, has_experts, set_dtype
 from parallelisms.activation_checkpoint import apply_activation_checkpoint
 from parallelisms.execution import ExecutionConfig, LossFunction
 from parallelisms.float8 import apply_float8
@@ -34,7 +34,8 @@ def parallelize(
     device: torch.device,
     seed: int,
 ) -> Parallelized:
-    """Parallelizes a model built on the meta device, in place; its parameters become this rank's shards, initialised from `seed`."""
+    """Parallelizes a model built on the meta device, in place, or with a pipeline copies of it; its parameters become this rank's shards,
+    initialised from `seed`."""
     # Imported here, since it takes half as long as importing torch, and checking a configuration does not need it.
     from parallelisms.context import apply_context_parallel
     from parallelisms.expert import apply_expert_parallel
@@ -66,13 +67,11 @@ def parallelize(
             for block in part.layers.values():
                 # in place, so that names do not change; the sizes of the messages between experts are only known as the block runs
                 block.compile(backend=compile.backend, fullgraph=not has_experts(block))
-        for module in part.modules():  # buffers, such as the rotary table, keep their dtype
-            for parameter in () if isinstance(module, Router) else module.parameters(recurse=False):
-                parameter.data = parameter.data.to(execution.precision.master)
+        set_dtype(part, execution.precision.master)
         apply_fsdp(part, mesh, experts_mesh, config, precision=execution.precision, cpu_offload=execution.cpu_offload)
         part.to_empty(device=torch.device("cpu") if execution.cpu_offload else device)
         alias_unsharded_to_sharded(part)
-        part.init_weights(seed)
+        part.initialise(seed)
         for buffer in part.buffers():  # only parameters are offloaded
             buffer.data = buffer.data.to(device)
     reports_loss = mesh[TP].get_local_rank() == 0  # tensor-parallel ranks compute the same loss

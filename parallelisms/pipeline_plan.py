@@ -42,7 +42,7 @@ def splits_backward(config: ParallelismConfig) -> bool:
 
 def stage_modules(config: ParallelismConfig, layers: Sequence[str]) -> list[list[str]]:
     """Returns the module names of each stage, in the order of the model. In a split by layer count all stages have equally many blocks,
-    or the first ones one more; as how many blocks embedding and head count is pipeline_parallel_..._less_layers."""
+    or the first ones one more; embedding and head count as pipeline_parallel_..._less_layers blocks."""
     if config.module_fqns_per_model_part:
         return [names.split() for names in config.module_fqns_per_model_part]
     blocks = [f"layers.{name}" for name in layers]

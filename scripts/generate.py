@@ -20,7 +20,7 @@ import torch
 from configs.keys import keys_of
 from configs.load import load
 from configs.schema import RunConfig
-from models.contract import Model
+from models.contract import Model, set_dtype
 from parallelisms.device import pick_device
 from parallelisms.execution import choose_precision
 from training import checkpoint_dcp
@@ -153,8 +153,7 @@ def load_model(
     if problem := checkpoint_dcp.read({state: dict(model.named_parameters())}, path, group=None):
         raise RuntimeError(f"{path}: {problem}")
     precision = choose_precision("float32", dtype, "float32", device)
-    for parameter in model.parameters():
-        parameter.data = parameter.data.to(precision.compute)
+    set_dtype(model, precision.compute)
     return model.eval()
 
 

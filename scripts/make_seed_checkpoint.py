@@ -26,7 +26,7 @@ from configs.check import check_settings
 from configs.load import load
 from configs.saved import check_saved, save
 from configs.schema import RunConfig
-from models.contract import Model
+from models.contract import Model, set_dtype
 from models.init import draw
 from training.appended import RunLock
 from training.checkpoint import Checkpointer, CheckpointFailed, ModelState
@@ -62,8 +62,7 @@ def main(argv: list[str], *, draw: Draw = draw) -> int:
 def make_seed(config: RunConfig, log: Log, *, chunk_bytes: int = CHUNK_BYTES, draw: Draw = draw) -> None:
     """Writes the seed checkpoint. Raises ValueError if the run has begun, OSError or CheckpointFailed if writing fails."""
     model = config.meta_model(config.model.vocab_size or build_tokenizer(config.model.tokenizer_path).vocab_size)
-    for parameter in model.parameters():  # buffers keep a dtype of their own
-        parameter.data = parameter.data.to(getattr(torch, config.training.dtype))
+    set_dtype(model, getattr(torch, config.training.dtype))
     tensors = model.state_dict(keep_vars=True)
     total = sum(tensor.nbytes for tensor in tensors.values())
     progress = WriteProgress(total, log)

@@ -28,9 +28,12 @@ class SourceConfig:
     path: Annotated[str, "folder of the store (scripts/prepare_data.py)"]
     name: Annotated[str, 'name of its validation loss; "": the folder\'s name'] = ""
     weight: Annotated[
-        float, "weight relative to the other sources; the resulting share of the sequences is rounded to 1/4096", "> 0"
+        float,
+        "weight relative to the other sources; the resulting share of the sequences is rounded to 1/4096",
+        "> 0",
+        "<= 1e9",
     ] = 1.0
-    epochs: Annotated[float, "passes over the store until its budget ends; 0: no limit", ">= 0"] = 0.0
+    epochs: Annotated[float, "passes over the store until its budget ends; 0: no limit", ">= 0", "<= 1e9"] = 0.0
     tokens: Annotated[int, "tokens until its budget ends; 0: no limit", ">= 0"] = 0
 
     @property

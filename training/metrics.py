@@ -166,8 +166,8 @@ class MetricsProcessor:
             self._save_config()
 
     def record_changes(self, changes: Mapping[str, str], save_config: Callable[[], None]) -> None:
-        """Calls `save_config` after the next committed step. If that is `resume_step`, its rows have `changes`, key -> "old -> new", as the
-        first with other settings; a group that joins later finds that step made."""
+        """Calls `save_config` after the next committed step. If that is `resume_step`, the first with other settings, its rows have
+        `changes`, key -> "old -> new"; for a group that joins later that step is past."""
         self._changes, self._save_config = dict(changes), save_config
 
     def validation(self, step: int, sets: Mapping[str, Sequence[float]], *, seconds: float) -> None:

@@ -236,7 +236,7 @@ class MetricsWriter:
 
     def _make_written_test(self, since: int, until: int) -> Callable[[Row], bool]:
         """Returns a predicate for rows of steps up to `until`: True if the files have the row once. Times and memory differ between groups;
-        the training data is the same in all and identifies a step. Charts are written after the journal and are not read."""
+        the training data is the same in all and identifies a step. Charts are written after these files and are not read."""
         metrics = last_rows(self._folder / METRICS, since=since, until=until)
         samples = last_rows(self._folder / SAMPLES, since=since, until=until)
         found = Counter((row["step"], Row("metrics", row["step"], row).is_validation) for row in metrics)

@@ -21,7 +21,8 @@ PAUSE_S = 10.0  # from a failed save of the last step to its retry
 LOG_WAIT_S = 3.0  # a longer wait for another group's save is logged
 GRACE_S = 20.0  # how long a group waits for another group's save after a stop request
 
-# the step is saved, but not yet in the object store: put: wait for the upload; leave: a stop was requested, so exit without it
+# upload, leave: the step is saved, but not yet in the object store. upload: wait for it, and retry failures; leave (a stop was requested):
+# wait until the upload is done, or has failed once
 Action = Literal["finish", "save", "upload", "leave", "regroup", "wait", "stop"]
 
 

@@ -181,7 +181,7 @@ class WandbSink:
 
 
 def last_rows(path: Path, *, since: int, until: int) -> list[dict[str, Any]]:
-    """Returns a journal's complete rows of the steps from `since` to `until`, last row first."""
+    """Returns a JSONL file's complete rows of the steps from `since` to `until`, last row first."""
     if not path.exists():
         return []
     with closing(AppendedFile(path)) as file:

@@ -32,7 +32,7 @@ SocketAddress = tuple[int, Any]  # address family, address
 
 
 class Prober:
-    """Probes the other members, in one thread, from `start` to `close`. `host`: address at which others reach this machine; they probe
+    """Probes the other members, in one thread, from `start` to `close`. `host`: address at which others reach this host; they probe
     `handle`. `within_s`: a member that does not answer for that long is unreachable. Raises OSError if it cannot listen."""
 
     wait_s = 1.0  # waits for other groups of at least this length are probed

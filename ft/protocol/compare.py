@@ -2,8 +2,8 @@
 
 Each member writes its digest at its own index of the tail, and zeros elsewhere. A digest is DIGEST_WORDS integers below 2**24, which fp32
 adds to zeros exactly: so the all-reduce gives each rank the digests of its group_rank in all groups, without a further message. A
-negative digest marks a copy: its group has healed since weights were last compared. The group is no witness: an error of its source is its
-error too: else a faulty group could outvote the others together with groups that have healed from it.
+negative digest marks a copy: its group has healed since weights were last compared. Such a group is no witness, as an error of its source
+is its error too; else a faulty group could outvote the others together with groups that have healed from it.
 """
 
 from __future__ import annotations

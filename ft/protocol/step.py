@@ -10,8 +10,8 @@
 The *tail* is the end of the last gradient bucket: token counts, loss and flags, all-reduced with the gradients. A healing replica group
 passes through the same phases and contributes zeros. It holds the reduced gradients of each step until its state has arrived; with
 heal_backlog steps held it waits (AWAITING_STATE). All ranks of a group take the same branches, since each depends on an answer of the group
-(a QuorumResult, an Outcome) or on the tail. A notice ends a wait and decides nothing: forward and backward are completed, and if
-the all-reduces have completed too, the vote is as usual; else it is "failed".
+(a QuorumResult, an Outcome) or on the tail. A notice ends a wait and decides nothing (except in AWAITING_STATE, where the generation
+fails): forward and backward are completed, and if the all-reduces have completed too, the vote is as usual; else it is "failed".
 
 A commit vote that is not yes: `retry` means that all groups saw in the tail that one of them could not contribute, and they repeat the
 attempt on the same generation. With `failed` this group ends its generation, the lighthouse notifies the others (GenerationAborted), and
@@ -68,8 +68,8 @@ from ft.protocol.messages import (
     incarnation_of,
 )
 
-# steps in which a slot may be UNABLE, and attempts that a step may have on one generation, before the job stops or skips the slots for good
-MAX_UNABLE = 3
+MAX_UNABLE = 3  # steps in which a slot may be UNABLE before the job stops or, with skip_unable, skips it for good
+MAX_ATTEMPTS = 3  # attempts of a step in which a group could not contribute, before the job stops
 
 
 @dataclass(frozen=True)
@@ -94,10 +94,10 @@ class Ledger:
     """Record of the samples that were trained on, each exactly once. Identical in every group, since it changes only at commits, by tails
     that are identical.
 
-    A slot is the batch of one group in one step, named by the position of its first sequence. The slots of a step are assigned once, at its
-    first quorum, to the participants by replica_rank: first the holes (slots that were assigned before but are in no commit), then new
-    positions. Only a commit takes slots out of the ledger. So an assignment may be dropped at any time, and a saved ledger does not depend
-    on groups and ranks.
+    A slot is the batch of one group in one step, named by the position of its first sequence. The slots of a step are assigned once, at the
+    commit before it or at the quorum between the two, to the participants by replica_rank: first the holes (slots that were assigned before
+    but are in no commit), then new positions. Only a commit takes slots out of the ledger. So an assignment may be dropped at any time, and
+    a saved ledger does not depend on groups and ranks.
 
     With slots_per_step each step has this many slots, so its data does not depend on the groups that are present. A group may own several
     slots or none, and those of a group that is gone are computed by the others in the same step (`reassign`), so only UNABLE slots become
@@ -700,7 +700,7 @@ class StepMachine:
     def _try_again(self) -> None:
         """Repeats the attempt on the same generation; recomputes gradients that cannot be sent twice. An unable group marks its slots."""
         self._attempt, self._retries, self.tail = self._attempt + 1, self._retries + 1, None
-        if self._retries >= MAX_UNABLE:
+        if self._retries >= MAX_ATTEMPTS:
             self._stop_for_slots(f"a group could not contribute, in {self._retries} attempts in a row")
             return
         self.phase, self.contribution.reported_unable = Phase.COMPUTING, True

@@ -49,7 +49,7 @@ class Settings:
     world_size: int
     lighthouse: str  # http://host:port
     store_address: str = ""
-    host: str = ""  # address at which others reach this machine; "": its host name
+    host: str = ""  # address at which others reach this host; "": its host name
     port: int = 0
     wire: Literal["pharos", "torchft"] = "pharos"  # protocol of the lighthouse
     access: Access = field(default_factory=Access)

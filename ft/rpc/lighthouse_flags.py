@@ -28,7 +28,7 @@ usage: run_lighthouse.sh --min_replicas N [flags]
 
 Forms the quorums of a job of replica groups. A number after the last semicolon is a default.
 
-  --min_replicas N           required: the fewest groups that train
+  --min_replicas N           required: the fewest groups of a quorum, healing ones included
   --bind HOST:PORT           default [::]:29510 with a token or --insecure, else loopback; port 0: a free one
   --join_timeout_ms MS       wait of the first quorum request for live groups that have not requested one; 60000
   --quorum_tick_ms MS        interval between two checks of the waiting requests; 100
@@ -38,7 +38,7 @@ Forms the quorums of a job of replica groups. A number after the last semicolon 
   --state_file FILE|none     file that a restart continues from; default: outputs/lighthouse-PORT.json, none with port 0
   --recover                  start without a usable state file, and learn the job's state from its running groups
   --takeover_s S|never       silence of all members of the last quorum after which other groups may continue; 30
-  --stall_s S                wait of any member, at least five median steps, for a group, which is then lost; shorter if most wait; 60
+  --stall_s S                a group for which any member has waited so long, and five median steps, is lost; sooner if most wait; 60
   --num_replica_groups N     intended number of groups, for information, 0: unknown; 0
   --lower_limits             let --min_replicas, --takeover_s and --num_replica_groups be lower than the state file's
   --token_file FILE          file with the job's token (else PHAROS_TOKEN); calls without the token are refused

@@ -39,6 +39,7 @@ KINDS: dict[str, tuple[dict[str, Any], str]] = {
     "tied_sharded": ({"tie_word_embeddings": True, "num_key_value_heads": 1, "rope_parameters": LLAMA3}, "60KB"),
     "qwen3": ({"model_type": "qwen3", "head_dim": 24}, "5GB"),
     "qwen3_moe": ({**MIXTURE, "mlp_only_layers": [0]}, "5GB"),
+    "qwen3_moe_of_other_heads": ({key: value for key, value in MIXTURE.items() if key != "head_dim"}, "5GB"),
     "qwen3_moe_sharded": ({**MIXTURE, "norm_topk_prob": False}, "60KB"),
     "qwen3_tied_sharded": ({"model_type": "qwen3", "head_dim": 8, "tie_word_embeddings": True}, "60KB"),
 }

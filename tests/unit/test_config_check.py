@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+import models
 from configs.check import check, check_offloaded_gradients
 from configs.errors import ConfigError
 from configs.load import load
@@ -66,6 +67,64 @@ def test_a_folder_that_cannot_be_written(folder: Path, monkeypatch: pytest.Monke
     ]
 
 
+def test_a_folder_of_checkpoints_that_is_a_file_or_cannot_be_written(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("a", "b"):
+        (folder / name).mkdir()
+    (folder / "a" / "file").touch()
+    for given, file in ((folder / "a" / "file", folder / "a" / "file"), ("../../a/file", Path("a/file"))):
+        expected = f'--checkpoint.folder = "{given}": {file} is a file, not a folder'
+        assert complaints(folder, f"--checkpoint.folder={given}") == [expected]
+    monkeypatch.setattr("configs.check.os.access", lambda path, mode: path != folder / "b")
+    assert complaints(folder, f"--checkpoint.folder={folder}/b/c") == [
+        f'--checkpoint.folder = "{folder}/b/c": this user may not write {folder}/b; nearest: a folder that it may write'
+    ]
+    assert complaints(folder, f"--checkpoint.folder={folder}/b/c", "--checkpoint.enable=false") == []
+
+
+MODEL = """
+from torch import empty, nn
+from models import llama
+
+class Config(llama.Config): ...
+
+class Fork(llama.Llama):
+    def __init__(self, *sizes):
+        super().__init__(*sizes)
+        {change}
+
+    {method}
+
+def build(config, *, vocab_size, max_seq_len):
+    return Fork(config, vocab_size, max_seq_len)
+"""
+OTHER_MODELS = {  # a line of __init__ or a method of the class -> what is said of it
+    "self.layers = nn.ModuleList(self.layers.values())": "layers is ModuleList, not nn.ModuleDict (models/contract.py)",
+    "self.layers = nn.ModuleDict({'block0': self.layers['0']})": 'layers is named block0, not "0", "1", ... (models/contract.py)',
+    "self.output = nn.Linear(256, 259)": "output is Linear, not Head (models/contract.py)",
+    "self.dim = None": "it has no dim, the width of the hidden state (models/contract.py)",
+    "self.gain = nn.Parameter(empty(()))": "gain has no dim to shard; make it [1] (models/contract.py)",
+    "def forward(self, x): ...": "its forward takes no labels (models/contract.py)",
+    "def forward(self, x, *, labels=None): ...": "its forward takes no positions (models/contract.py)",
+    "flops_per_token = llama.Model.flops_per_token": "it has no flops_per_token (models/contract.py)",
+    "a, b = (1, 2, 3)": "build raised ValueError: too many values to unpack (expected 2) (models/fork.py, line 10)",
+    "": "",
+}
+
+
+@pytest.mark.parametrize("change", OTHER_MODELS)
+def test_a_model_without_a_part_of_the_contract(folder: Path, change: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    is_method = change.startswith(("def ", "flops"))
+    text = MODEL.format(change="" if is_method else change, method=change if is_method else "")
+    (folder / "models").mkdir()
+    (folder / "models" / "fork.py").write_text(text)
+    monkeypatch.setattr(models, "__path__", [*models.__path__, str(folder / "models")])
+    monkeypatch.delitem(sys.modules, "models.fork", raising=False)
+    expected = [f'--model.name = "fork": {OTHER_MODELS[change]}'] if change else []
+    assert complaints(folder, "--model.name=fork") == expected
+
+
 @pytest.mark.parametrize("global_batch_size", ["-1", "8", "80"])
 def test_whole_microbatches(folder: Path, global_batch_size: str) -> None:
     assert complaints(folder, f"--training.global_batch_size={global_batch_size}", world_size=2) == []
@@ -99,6 +158,13 @@ BETWEEN_SECTIONS = {  # ranks and overrides -> the one message
     "1 --activation_checkpoint.mode=memory_budget": '--activation_checkpoint.mode = "memory_budget": requires compile.enable = true and "model" in compile.components; nearest: "selective"',
     "1 --activation_checkpoint.selective_ac_option=2nd": '--activation_checkpoint.selective_ac_option = "2nd": must be "op" or a number >= 1 as a string; nearest: "1"',
     "2 --activation_checkpoint.mode=full --parallelism.pipeline_parallel_degree=2 --parallelism.pipeline_parallel_schedule=ZBVZeroBubble": '--activation_checkpoint.mode = "full": ZBVZeroBubble computes the backward in two halves, and for the second a block would be computed again for each of its weights; nearest: "none", or parallelism.pipeline_parallel_schedule = "Interleaved1F1B"',
+    '1 --optimizer.groups=[{pattern="*norm*",weight_decay=-0.5}]': "--optimizer.groups[0].weight_decay = -0.5: must be >= 0, or -1 for optimizer.weight_decay; nearest: 0.0",
+    "1 --compile.enable --compile.backend=indcutor": '--compile.backend = "indcutor": torch has cudagraphs, inductor, openxla, tvm; nearest: "inductor"',
+    "2 --model.name=moe --parallelism.tensor_parallel_degree=2 --model.shared_hidden_dim=33": "--parallelism.tensor_parallel_degree = 2: must divide model.shared_hidden_dim = 33; nearest: 1",
+    "2 --model.name=moe --parallelism.tensor_parallel_degree=2 --model.hidden_dim=101 --model.dense_layers=1": "--parallelism.tensor_parallel_degree = 2: must divide model.hidden_dim = 101; nearest: 1",
+    "4 --model.name=moe --parallelism.expert_parallel_degree=4 --model.n_experts=6": "--parallelism.expert_parallel_degree = 4: must divide the 6 experts of layers.0.feed_forward.experts; nearest: 2",
+    "4 --model.name=moe --parallelism.expert_parallel_degree=2 --model.n_experts=2 --model.expert_hidden_dim=33 --model.experts_per_token=1": "--parallelism.expert_parallel_degree = 2: layers.0.feed_forward.experts.w1 [2, 33, 256] has neither 2 x 2 experts nor rows divisible by 2 shards; nearest: widths of experts in multiples of 2",
+    "8 --model.name=moe --parallelism.expert_parallel_degree=2 --model.n_experts=4 --model.expert_hidden_dim=34": "--parallelism.expert_parallel_degree = 2: layers.0.feed_forward.experts.w1 [4, 34, 256] has neither 2 x 4 experts nor rows divisible by 4 shards; nearest: 4",
     "1 --float8.recipe_name=rowwise --float8.enable_fsdp_float8_all_gather": '--float8.enable_fsdp_float8_all_gather = true: float8.recipe_name = "rowwise" is not supported; nearest: false, or float8.recipe_name = "tensorwise"',
     "1 --float8.precompute_float8_dynamic_scale_for_fsdp": "--float8.precompute_float8_dynamic_scale_for_fsdp = true: needs float8.enable_fsdp_float8_all_gather; set it to false",
 }

@@ -188,28 +188,34 @@ def test_bad_input_is_told(capsys, tmp_path, argv: list[str], message: str):
     assert message in capsys.readouterr().err
 
 
-def test_a_model_that_cannot_be_initialised_is_told(capsys, tmp_path, monkeypatch):
-    """The simulation itself leaves the values out."""
-    text = """
+WRONG_MODELS = {  # method -> message
+    "def init_weights(self, seed): raise KeyError('extra')": "init_weights raised KeyError: 'extra' (models/fork.py, line 6)",
+    "def forward(self, x): return x": "its forward takes no labels (models/contract.py)",
+    "def forward(self, x, *, labels, positions=None): return self.head(x)": "a simulated step raised AttributeError: ",
+}
+
+
+@pytest.mark.parametrize("method", WRONG_MODELS)
+def test_a_model_that_cannot_train_is_told(capsys, tmp_path, monkeypatch, method: str):
+    text = f"""
 from models.llama import Config as Config_, Llama
 
 class Config(Config_): ...
 
 class Fork(Llama):
-    def init_weights(self, seed):
-        raise KeyError("layers.0.extra")
+    {method}
 
 def build(config, **sizes):
     return Fork(config, **sizes)
 """
-    (tmp_path / "fork_without_values.py").write_text(text)
-    monkeypatch.setattr(models, "__path__", [*models.__path__, str(tmp_path)])
-    (tmp_path / "run.toml").write_text('[model]\nname = "fork_without_values"\nvocab_size = 300\n')
+    (tmp_path / "models").mkdir()
+    (tmp_path / "models" / "fork.py").write_text(text.lstrip("\n"))
+    monkeypatch.setattr(models, "__path__", [*models.__path__, str(tmp_path / "models")])
+    monkeypatch.delitem(sys.modules, "models.fork", raising=False)
+    (tmp_path / "run.toml").write_text('[model]\nname = "fork"\nvocab_size = 300\n')
     assert main([str(tmp_path / "run.toml"), "--explain"]) == 2
     [line] = capsys.readouterr().err.splitlines()
-    assert line == (
-        "pharos: model.name = \"fork_without_values\": init_weights of models/fork_without_values.py raised KeyError: 'layers.0.extra'"
-    )
+    assert line.startswith(f'pharos: model.name = "fork": {WRONG_MODELS[method]}')
 
 
 def test_ranks_come_from_the_launcher_or_the_degrees(monkeypatch):

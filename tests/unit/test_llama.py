@@ -23,6 +23,26 @@ def built(seed: int = 0, config: llama.Config = SMALL) -> llama.Llama:
     return model
 
 
+def test_what_is_not_initialised_is_named():
+    class Fork(llama.Llama):
+        def __init__(self, *sizes: Any) -> None:
+            super().__init__(*sizes)
+            self.extra = torch.nn.Parameter(torch.empty(5))
+            self.register_buffer("table", torch.empty(3), persistent=False)
+
+    with torch.device("meta"):
+        model = Fork(SMALL, V, T)
+    model.to_empty(device="cpu")
+    with pytest.raises(ValueError, match=r"Fork: init_weights leaves table without values"):
+        model.initialise(0)  # Llama's draws each parameter by its name
+    part = Fork.init_weights
+    model.init_weights = lambda seed: part(model, seed) or model.layers["1"].ffn_norm.weight.fill_(torch.nan)  # type: ignore[assignment]
+    with pytest.raises(
+        ValueError, match=r"leaves layers\.1\.ffn_norm\.weight, table without values, or gives NaN; it must"
+    ):
+        model.initialise(0)
+
+
 def tokens(batch: int = 2, length: int = T) -> torch.Tensor:
     return torch.randint(0, V, (batch, length), generator=torch.Generator().manual_seed(1))
 

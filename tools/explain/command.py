@@ -27,6 +27,7 @@ from configs.load import load
 from configs.schema import RunConfig, model_module
 from ft.config import Environment
 from ft.memory import memory
+from models.contract import check_contract, fault, model_line
 from parallelisms.device import DEVICE_TRAITS, Device
 from parallelisms.execution import choose_precision
 from parallelisms.mesh import AXES, DP_SHARD_CP, EFSDP, EP, ParallelDims, ParallelismConfig, degrees
@@ -68,7 +69,14 @@ def main(argv: Sequence[str]) -> int:
         return 2
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of torch; the run itself shows them
-        print(explain(job, extra_memory), end="")
+        try:
+            report = explain(job, extra_memory)
+        except Exception as error:
+            if not model_line(error):
+                raise
+            print(f"pharos: {fault(error, config.model.name, 'a simulated step')}", file=sys.stderr)
+            return 2
+    print(report, end="")
     return 0
 
 
@@ -113,18 +121,16 @@ def fault_tolerance(config: RunConfig, job: ExplainedJob) -> ExtraMemory:
 
 def job_of(config: RunConfig, *, world_size: int, device: str) -> ExplainedJob:
     """Builds the job as train.py does. Raises ValueError: model.vocab_size is not set and there is no tokenizer to take it from, or the
-    model's init_weights fails."""
+    model lacks a part, or cannot be built or initialised."""
     training, model = config.training, config.model
     vocab_size = model.vocab_size or build_tokenizer(model.tokenizer_path).vocab_size
     build = partial(model_module(model.name).build, model, vocab_size=vocab_size, max_seq_len=training.seq_len)
-    with torch.device("meta"):
-        whole = build()
+    whole = config.meta_model(vocab_size)
+    check_contract(whole, model.name)
     try:  # the simulation leaves out the values: here the names are visited
         whole.init_weights(training.seed)
     except Exception as error:
-        raise ValueError(
-            f'model.name = "{model.name}": init_weights of models/{model.name}.py raised {type(error).__name__}: {error}'
-        ) from error
+        raise fault(error, model.name, "init_weights") from error
     size = sum(p.numel() for p in whole.parameters())
     device_type: DeviceType = "cpu"
     if device == "cuda" or (not device and (torch.cuda.is_available() or size >= LARGE)):

@@ -309,8 +309,10 @@ class StoredData(_OrderedData):
         for number, (source, order) in enumerate(zip(self._config.sources, orders, strict=True)):
             limit = source.tokens // seq_len if source.tokens else round(source.epochs * order.sequences_per_epoch)
             if (source.tokens or source.epochs) and not limit:
+                key, value = ("tokens", source.tokens) if source.tokens else ("epochs", source.epochs)
+                least = seq_len if source.tokens else 1 / order.sequences_per_epoch
                 raise ValueError(
-                    f"training.sources[{number}]: its budget is less than one sequence of {seq_len} tokens"
+                    f"training.sources[{number}].{key} = {value:g}: less than one sequence of {seq_len} tokens; nearest: {least:g}"
                 )
             ingredients.append(MixtureSource(order, source.weight, limit or None))
         return Mixture(ingredients)

@@ -199,11 +199,13 @@ class StoreOrder:
         self.tokens_per_epoch = int(self._ends[-1])
         self.sequences_per_epoch = (self.tokens_per_epoch - 1) // seq_len
         if self.sequences_per_epoch < 1:
+            purpose = "validation" if part == "validation" else "training"
+            if skip and self.tokens_per_epoch < 2:
+                raise ValueError(f"training.skip: no text of the store {store.folder} is left for {purpose}")
             raise ValueError(
                 f"training.seq_len = {seq_len}: the store {store.folder} has {self.tokens_per_epoch} tokens for "
-                f"{'validation' if part == 'validation' else 'training'}{' besides training.skip' if skip else ''}, "
-                f"too few for one sequence; "
-                f"legal: 1 to {max(self.tokens_per_epoch - 1, 1)}, or add text"
+                f"{purpose}{' besides training.skip' if skip else ''}, too few for one sequence; "
+                f"legal: {_lengths(self.tokens_per_epoch)}"
             )
 
     def __reduce__(self) -> tuple[object, ...]:
@@ -436,12 +438,17 @@ class SegmentedOrder:
         return self._order.left_over(position - self._segments[-1][0])
 
 
+def _lengths(tokens: int) -> str:
+    """Returns the lengths of a sequence that so many tokens are enough for, as it is told."""
+    return f"1 to {tokens - 1}, or add text" if tokens > 1 else "none; add text"
+
+
 def _too_little(split: str, tokens: int, corpus: Corpus, held_out: float, seq_len: int) -> str:
     have = f"{corpus.meta.documents} documents and {corpus.meta.tokens} tokens"
     if tokens:
         return (
             f"training.seq_len = {seq_len}: the {split} split has {tokens} tokens ({have} in all), too few for one "
-            f"sequence; legal: 1 to {max(tokens - 1, 1)}, or add text"
+            f"sequence; legal: {_lengths(tokens)}"
         )
     setting = f"training.dataset_held_out = {held_out:g}"
     if split == "train":
