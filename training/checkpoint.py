@@ -702,9 +702,8 @@ class Checkpointer:
             return problem
         for name, values in filled.items():
             self._states[name].load_state_dict(values)
-        for name in {EMA_STATE, SPIKES_STATE} & set(
-            names
-        ) - filled.keys():  # what they hold is of steps that are given up
+        lacking = {EMA_STATE, SPIKES_STATE}.intersection(names) - filled.keys()
+        for name in lacking:  # what they hold is of steps that are given up
             cast(Any, self._states[name]).reset()
         size = "" if found is None else f"{found.size_bytes / 1e6:.1f} MB "
         seconds = time.perf_counter() - began

@@ -269,7 +269,7 @@ class Components:
         finished = self.exported_step >= config.training.steps
         newest, named = self.checkpointer.newest_step(), config.checkpoint.load_step
         self.metrics_processor.resume_step = self.changed_step = (newest if named < 0 else named) + self.inner_steps
-        if is_rank0 and not newest:
+        if is_rank0 and not newest and named < 0:
             self.begin_record()
         manager_restores = shared and not seed and newest < config.training.steps
         if not (finished or manager_restores):  # else another group sends the state, or the manager calls `restore`

@@ -47,9 +47,8 @@ class EMA:
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Loads it; without the average of some parameter the average begins anew."""
-        if (
-            not self.averages.keys() <= state.keys() or "n_averaged" not in state
-        ):  # of another model, or left out of loading
+        # of another model, or left out of loading
+        if not {*self.averages, "n_averaged"} <= state.keys():
             return self.reset()
         for name, average in self.averages.items():
             if average is not state[name]:
