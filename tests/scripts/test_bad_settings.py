@@ -188,7 +188,7 @@ CASES = [
         files={"outputs/run/config.toml": "[training]\nseq_len"},
     ),
     Case("weights missing", '--checkpoint.initial_load_path = "nope": no such folder; there are no checkpoints in it', ("--checkpoint.initial_load_path=nope",)),
-    Case("pattern without a parameter", '--optimizer.groups[0].pattern = "*.nrom.*": matches no parameter; the names are layers.*.attention.wk.weight, layers.*.attention.wo.weight, layers.*.attention.wq.weight, layers.*.attention.wv.weight, layers.*.attention_norm.weight, layers.*.feed_forward.w1.weight, layers.*.feed_forward.w2.weight, layers.*.feed_forward.w3.weight, layers.*.ffn_norm.weight, norm.weight, output.weight, tok_embeddings.weight', ('--optimizer.groups=[{pattern = "*.nrom.*"}]',)),
+    Case("pattern without a parameter", '--optimizer.groups[0].pattern = "*.nrom.*": matches no parameter that the optimizer steps; the names are layers.*.attention.wk.weight, layers.*.attention.wo.weight, layers.*.attention.wq.weight, layers.*.attention.wv.weight, layers.*.attention_norm.weight, layers.*.feed_forward.w1.weight, layers.*.feed_forward.w2.weight, layers.*.feed_forward.w3.weight, layers.*.ffn_norm.weight, norm.weight, output.weight, tok_embeddings.weight', ('--optimizer.groups=[{pattern = "*.nrom.*"}]',)),
 ]  # fmt: skip
 
 
