@@ -34,6 +34,11 @@ def apply_fsdp(
     """Wraps `part`; each Router (in fp32) and each Experts (over `experts_mesh`) is an FSDP unit of its own. Gradients are summed over
     ranks, not averaged: training/optimizer.py divides by the global number of valid tokens."""
     dense = data_parallel_mesh(mesh)
+    sparse = data_parallel_mesh(experts_mesh) if experts_mesh is not None else dense
+    if mesh[PP].size() > 1 and dense.mesh_dim_names == (DP_REPLICATE,) != sparse.mesh_dim_names:
+        # experts are sharded over tp, nothing else is. torch's stage (2.11 to 2.13) reduces the gradients of units made as its root is,
+        # by `replicate` or by fully_shard, so all have to be made by fully_shard
+        dense = data_parallel_mesh(mesh, hsdp=True)
     by_default = dense.size(dense.ndim - 1) > 1 and mesh[PP].size() == 1
     reshard = {"default": by_default, "always": True, "never": False}[config.fsdp_reshard_after_forward]
 
@@ -77,7 +82,6 @@ def apply_fsdp(
             leader.set_custom_reduce_scatter(NoOpReduceScatter())
         leader.set_force_sum_reduction_for_comms(True)
 
-    sparse = data_parallel_mesh(experts_mesh) if experts_mesh is not None else dense
     for module in part.modules():
         if isinstance(module, Router):
             wrap([module], reshard=reshard, dtypes=(torch.float32, torch.float32))

@@ -174,14 +174,14 @@ def build_mesh(degrees: ParallelDims, device_type: str) -> DeviceMesh:
     return init_device_mesh(device_type, tuple(degrees), mesh_dim_names=AXES)
 
 
-def data_parallel_mesh(mesh: DeviceMesh) -> DeviceMesh:
+def data_parallel_mesh(mesh: DeviceMesh, *, hsdp: bool = False) -> DeviceMesh:
     """Returns the axes over which gradients are summed: [dp_replicate, dp_shard_cp] for HSDP, [dp_replicate] for DDP, or [dp_shard_cp]; the
-    same with efsdp for an `expert_mesh`."""
+    same with efsdp for an `expert_mesh`. `hsdp`: two axes for DDP, too."""
     shards = mesh[EFSDP] if EFSDP in (mesh.mesh_dim_names or ()) else mesh[DP_SHARD, CP]._flatten(DP_SHARD_CP)
     replicas = mesh[DP_REPLICATE]
     if replicas.size() == 1:
         return shards
-    return replicas if shards.size() == 1 else DeviceMesh._concatenate([replicas, shards])
+    return replicas if shards.size() == 1 and not hsdp else DeviceMesh._concatenate([replicas, shards])
 
 
 def expert_mesh(mesh: DeviceMesh, degree: int) -> DeviceMesh:

@@ -38,7 +38,7 @@ Forms the quorums of a job of replica groups. A number after the last semicolon 
   --state_file FILE|none     file that a restart continues from; default: outputs/lighthouse-PORT.json, none with port 0
   --recover                  start without a usable state file, and learn the job's state from its running groups
   --takeover_s S|never       silence of all members of the last quorum after which other groups may continue; 30
-  --stall_s S                time, at least five median steps, that a member waits for a group before that group is lost; less if most wait; 60
+  --stall_s S                time, at least five median steps, that a member waits for a group before it is lost; less if most wait; 60
   --num_replica_groups N     intended number of groups, for information, 0: unknown; 0
   --lower_limits             let --min_replicas, --takeover_s and --num_replica_groups be lower than the state file's
   --token_file FILE          file with the job's token (else PHAROS_TOKEN); calls without the token are refused

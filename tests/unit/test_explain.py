@@ -264,3 +264,41 @@ def test_nothing_of_checkpoints_is_loaded():
         check=True,
     )
     assert done.stdout == "False\n"
+
+
+MIXTURE = """
+[model]
+name = "moe"
+dim = 32
+n_layers = 2
+n_heads = 4
+n_kv_heads = 2
+head_dim = 8
+hidden_dim = 64
+expert_hidden_dim = 16
+n_experts = 8
+vocab_size = 64
+
+[training]
+seq_len = 16
+"""
+
+
+@pytest.mark.parametrize(("replicas", "shards", "tp", "ep"), [(2, 1, 2, 1), (2, 1, 2, 2), (1, 2, 2, 1)])
+def test_every_parameter_of_a_mixture_in_a_pipeline_has_a_gradient(
+    tmp_path: Path, replicas: int, shards: int, tp: int, ep: int
+):
+    """Experts that are sharded over tp alone, beside replicas, had none: torch's stage takes the units of `replicate` or of fully_shard."""
+    (tmp_path / "run.toml").write_text(MIXTURE)
+    degrees = {
+        "pipeline_parallel": 2,
+        "data_parallel_replicate": replicas,
+        "data_parallel_shard": shards,
+        "tensor_parallel": tp,
+        "expert_parallel": ep,
+    }
+    argv = [f"--parallelism.{axis}_degree={degree}" for axis, degree in degrees.items()]
+    config = load([str(tmp_path / "run.toml"), *argv])
+    for rank in ranks(job_of(config, world_size=2 * replicas * shards * tp, device="cpu")):
+        [stage] = rank.stages
+        assert stage.step.resident.gradients == 4 * sum(kind.layers * prod(kind.local_shape) for kind in stage.kinds)
