@@ -76,7 +76,9 @@ parity:
 parity_experts_8_ranks:
 	@$(EIGHT) --section "Data, context and expert parallelism" --only '^(?!pp)(?!.*tp)' -- $(call EXPERTS,4,1)
 	@$(EIGHT) --section "With tensor parallelism" --only '^(?!pp).*tp' -- $(call EXPERTS,4,1)
-	@$(EIGHT) --section "With pipelines" --only '^pp' -- $(call EXPERTS,8,2)
+	@$(EIGHT) --section "With pipelines" --only '^pp(?!.*tp)' -- $(call EXPERTS,8,2)
+	@$(EIGHT) --section "Pipelines and tensor parallelism" --only '^pp(?!.*ddp).*tp' -- $(call EXPERTS,8,2)
+	@$(EIGHT) --section "Pipelines, replicas and tensor parallelism" --only '^pp.*ddp.*tp' -- $(call EXPERTS,8,2)
 
 sim:
 	@.venv/bin/python -m tests.simulator --seeds 10000
