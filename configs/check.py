@@ -444,4 +444,9 @@ def _check_model(config: RunConfig, world_size: int) -> None:
     if config.parallelism.context_parallel_degree > 1:
         from parallelisms.context import attentions
 
+        if "positions" not in signature(model.forward).parameters:
+            raise ValueError(
+                f"parallelism.context_parallel_degree = {config.parallelism.context_parallel_degree}: the forward of model.name = "
+                f'"{config.model.name}" takes no positions (models/contract.py); nearest: 1'
+            )
         attentions(model, config.parallelism.context_parallel_degree)

@@ -106,7 +106,7 @@ OTHER_MODELS = {  # a line of __init__ or a method of the class -> what is said 
     "self.dim = None": "it has no dim, the width of the hidden state (models/contract.py)",
     "self.gain = nn.Parameter(empty(()))": "gain has no dim to shard; make it [1] (models/contract.py)",
     "def forward(self, x): ...": "its forward takes no labels (models/contract.py)",
-    "def forward(self, x, *, labels=None): ...": "its forward takes no positions (models/contract.py)",
+    "def forward(self, x, *, labels=None): ...": "",
     "flops_per_token = llama.Model.flops_per_token": "it has no flops_per_token (models/contract.py)",
     "a, b = (1, 2, 3)": "build raised ValueError: too many values to unpack (expected 2) (models/fork.py, line 10)",
     "": "",
@@ -121,8 +121,12 @@ def test_a_model_without_a_part_of_the_contract(folder: Path, change: str, monke
     (folder / "models" / "fork.py").write_text(text)
     monkeypatch.setattr(models, "__path__", [*models.__path__, str(folder / "models")])
     monkeypatch.delitem(sys.modules, "models.fork", raising=False)
-    expected = [f'--model.name = "fork": {OTHER_MODELS[change]}'] if change else []
+    expected = [f'--model.name = "fork": {OTHER_MODELS[change]}'] if OTHER_MODELS[change] else []
     assert complaints(folder, "--model.name=fork") == expected
+    if "labels=None" in change:  # only context parallelism gives positions
+        assert complaints(folder, "--model.name=fork", "--parallelism.context_parallel_degree=2", world_size=2) == [
+            '--parallelism.context_parallel_degree = 2: the forward of model.name = "fork" takes no positions (models/contract.py); nearest: 1'
+        ]
 
 
 @pytest.mark.parametrize("global_batch_size", ["-1", "8", "80"])
