@@ -123,17 +123,17 @@ def torchft_side(server: LighthouseProcess, groups: int) -> LoadSide:
 
 
 async def known_side(server: LighthouseProcess, groups: int) -> LoadSide:
-    """Returns a side of ft's protocol whose groups know the roster, after two quorums: the full one, and a short answer."""
-    roster, quorum_id = "", 0
+    """Returns a side of ft's protocol after two quorums: the full one, and a short answer to groups that know the static part."""
+    static_quorum_id, quorum_id = "", 0
 
     def requests(step: int) -> list[bytes]:
         members = members_at(groups, step if quorum_id else 0, quorum_id)
-        return [pharos_call(m.Call(member, known=quorum_id, number=step), roster) for member in members]
+        return [pharos_call(m.Call(member, known=quorum_id, number=step), static_quorum_id) for member in members]
 
     side = LoadSide(server, "/pharos.Lighthouse/Quorum", requests)
     await side.round()
     quorum = codec.quorum_from(pharos_pb2.QuorumReply.FromString(side.answer).quorum)
-    roster, quorum_id = codec.StaticQuorum.of(quorum).id, quorum.quorum_id
+    static_quorum_id, quorum_id = codec.StaticQuorum.of(quorum).id, quorum.quorum_id
     await side.round()
     assert pharos_pb2.QuorumReply.FromString(side.answer).HasField("same"), "not the short answer"
     return side
@@ -148,8 +148,10 @@ async def bare_side(groups: int, like: LoadSide) -> LoadSide:
     return LoadSide(server, like.path, like.requests)
 
 
-def pharos_call(call: m.Call, roster: str = "") -> bytes:
-    return bytes(pharos_pb2.QuorumRequest(call=codec.to_message(call), roster=roster).SerializeToString())
+def pharos_call(call: m.Call, static_quorum_id: str = "") -> bytes:
+    return bytes(
+        pharos_pb2.QuorumRequest(call=codec.to_message(call), static_quorum_id=static_quorum_id).SerializeToString()
+    )
 
 
 def members_at(groups: int, step: int, commit_quorum_id: int = 0) -> list[m.Member]:

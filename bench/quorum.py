@@ -9,10 +9,10 @@
 
 PEER is a Python that has torchft-nightly (pip install --no-deps); without it only ours is measured. A round: N groups send a quorum request
 at once, as in a training step, until all have their answer. Each lighthouse is a separate process for the whole run, gets the same requests
-over the same protocol, and they alternate: ratios are computed per pair. "known" is ft's own protocol with members that know the roster, as
-ft's groups send it; its answers are short. The load runs on the same machine: its CPU time is printed, and if it uses 100 % of a core, the
-load determines the result. "bare" is the minimum for a server in Python: grpc.aio, which collects the calls and answers with as many bytes.
-Run it on an idle machine (Linux).
+over the same protocol, and they alternate: ratios are computed per pair. "known" is ft's own protocol with members that know the static
+part of the quorum, as ft's groups do; its answers are short. The load runs on the same machine: its CPU time is printed, and if it uses
+100 % of a core, the load determines the result. "bare" is the minimum for a server in Python: grpc.aio, which collects the calls and
+answers with as many bytes. Run it on an idle machine (Linux).
 """
 
 from __future__ import annotations

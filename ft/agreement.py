@@ -25,13 +25,13 @@ log = logging.getLogger("pharos.manager")
 
 
 class Agreement:
-    """Commit votes of one replica group. `group`: a gloo process group of all its ranks, in the order of group_rank, used for nothing else.
+    """Commit votes of one replica group. `process_group`: a gloo one of all its ranks, in the order of group_rank, used for nothing else.
     All ranks make the same calls. Its timeout must exceed every wait for other replica groups: a rank waits here while others do so."""
 
     whole_vote_s = 2.0  # timeout of rank 0's vote for all ranks, which wait in the broadcast meanwhile
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self._group = group
+    def __init__(self, process_group: dist.ProcessGroup) -> None:
+        self._process_group = process_group
 
     def outcome(self, client: GroupClient, vote: Vote, *, able: bool) -> Outcome | None:
         """Returns the group's outcome of a commit vote; called by all its ranks. None: each rank must vote at the server by itself.
@@ -41,7 +41,7 @@ class Agreement:
             outcome = client.outcome(vote)
         yes, vote_key = able and vote.verdict == "yes" and not vote.divergent, crc32(repr(vote.key).encode())
         votes = torch.tensor([not yes, vote.change, vote_key, -vote_key], dtype=torch.int64)
-        self._carry_out(self._group.allreduce, votes, dist.ReduceOp.MAX)
+        self._carry_out(self._process_group.allreduce, votes, dist.ReduceOp.MAX)
         some_no, change, highest, lowest = votes.tolist()
         if highest != -lowest:
             raise GroupEnded(f"the ranks of this group vote on different attempts, this one on {vote.key}")
@@ -55,7 +55,7 @@ class Agreement:
             except TimeoutError:  # the server delays the commit; each rank's own vote waits for it
                 pass
         agreed = torch.tensor([outcome is not None and outcome.verdict == "yes"], dtype=torch.int64)
-        self._carry_out(self._group.broadcast, agreed, 0)
+        self._carry_out(self._process_group.broadcast, agreed, 0)
         if not agreed.item():
             return None
         return outcome or Outcome("commit", *vote.key[:3], "yes", bool(change), "all ranks voted yes")

@@ -86,7 +86,7 @@ class ManagerOptions(StepConfig):
     slot_size: int = 1  # sequences of a slot, the batch of one group
     inner_steps: int = 1  # optimizer steps from one commit to the next (semi_sync_manager.py)
     slots_per_step: int = 0  # slots of each step; 0: one for each group
-    skip: tuple[tuple[int, int], ...] = ()  # positions that are not trained on (Ledger)
+    skip_ranges: tuple[tuple[int, int], ...] = ()  # positions that are not trained on (Ledger)
     deterministic_reduce: bool = False  # bits do not depend on the group that computes a slot; needs slots_per_step
     heal_transport: Literal["http", "pg"] = "http"  # unless the Manager is given a transport
     heal_copy_bytes: int = 256 << 20
@@ -186,7 +186,7 @@ class Manager:
             heal_grace_s=config.times.heal_grace_s,
             restores=restore is not None,
         )
-        self.machine = StepMachine(step_config, Ledger(options.slot_size, options.slots_per_step, options.skip))
+        self.machine = StepMachine(step_config, Ledger(options.slot_size, options.slots_per_step, options.skip_ranges))
         self._news = threading.Condition()  # its lock also guards the machine
         self._effects: deque[m.Effect] = deque()  # for the trainer's thread
         self._error: BaseException | None = None  # error of another thread, to be raised in the trainer's

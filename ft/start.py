@@ -29,9 +29,9 @@ class SoloManager:
     It assigns positions of the data in order, one slot of `slot_size` sequences per step, and commits each step with a finite loss; any
     other loss raises Stopped. Its ledger is that of replica groups: a run may resume with or without them; batch and ranks may differ."""
 
-    def __init__(self, slot_size: int, skip: Sequence[tuple[int, int]] = ()) -> None:
+    def __init__(self, slot_size: int, skip_ranges: Sequence[tuple[int, int]] = ()) -> None:
         self.step = 0
-        self._ledger, self._skip = Ledger(slot_size, skip=skip), skip
+        self._ledger, self._skip_ranges = Ledger(slot_size, skip_ranges=skip_ranges), skip_ranges
         self._registered: set[str] = set()
         self.may_exit, self.writer_quorum, self.last_waiting_for_others_s = False, ("", 0), -inf
         self._until: int | None = None
@@ -69,7 +69,10 @@ class SoloManager:
 
     def rewind(self, reason: str, load: Callable[[], object]) -> None:
         spiked, step = self._ledger.state_dict(), self.step
-        self.step, self._ledger = 0, Ledger(self._ledger.slot_size, skip=self._skip)  # unless `load` loads a state
+        self.step, self._ledger = (
+            0,
+            Ledger(self._ledger.slot_size, skip_ranges=self._skip_ranges),
+        )  # unless `load` loads a state
         load()
         self._ledger.rewind(spiked, self.step, step, reason)
         self.may_exit = self._leaves
@@ -107,7 +110,7 @@ def open_manager(
     environment: Environment,
     *,
     slot_size: int,
-    skip: Sequence[tuple[int, int]] = (),
+    skip_ranges: Sequence[tuple[int, int]] = (),
     folder: Path,
     device_type: str = "cpu",
     store: Any = None,
@@ -118,12 +121,12 @@ def open_manager(
     phase_timer: PhaseTimer | None = None,
     on_event: OnEvent = ignore_event,
 ) -> Seam:
-    """Makes the Seam of a run. `slot_size`: sequences of a group's batch. `skip`: see Ledger. `folder`, `store`: the replica group's own.
-    `device_type`: its gradients'. `fingerprint`: digests by name, equal in all groups. `agreement`: of this group's ranks, if there are
-    several. `long_phase_s`: see ManagerTelemetry. `restore`: loads the newest valid checkpoint, and the manager's state. `phase_timer`,
-    `on_event`: see telemetry.py. Raises ValueError (settings, token), OSError (no lighthouse, no group server)."""
+    """Makes the Seam of a run. `slot_size`: sequences of a group's batch. `skip_ranges`: see Ledger. `folder`, `store`: the replica
+    group's own. `device_type`: its gradients'. `fingerprint`: digests by name, equal in all groups. `agreement`: of this group's ranks, if
+    there are several. `long_phase_s`: see ManagerTelemetry. `restore`: loads the newest valid checkpoint, and the manager's state.
+    `phase_timer`, `on_event`: see telemetry.py. Raises ValueError (settings, token), OSError (no lighthouse, no group server)."""
     if not settings.enable:
-        return SoloManager(slot_size, skip)
+        return SoloManager(slot_size, skip_ranges)
     # imported here, because training without groups needs neither grpc nor threads
     from torch.optim import SGD
 
@@ -152,7 +155,7 @@ def open_manager(
         inner_steps=inner_steps,
         keep_gradients=settings.keep_gradients,
         slots_per_step=slots_per_step,
-        skip=tuple(skip),
+        skip_ranges=tuple(skip_ranges),
         deterministic_reduce=settings.deterministic_reduce,
         heal_backlog=settings.heal_backlog,
         heal_transport=settings.heal_transport,

@@ -103,12 +103,12 @@ class Ledger:
     slots or none, and those of a group that is gone are computed by the others in the same step (`reassign`), so only UNABLE slots become
     holes. Without it a step has one slot for each group that was present at the assignment.
 
-    `skip`: ranges of positions, first to end, that are never trained on: a slot that has one of them is not assigned, as a whole.
+    `skip_ranges`: ranges of positions, first to end, that are never trained on: a slot that has one of them is not assigned, as a whole.
 
     `rewinds`: one for each branch after the first; it has the positions that were trained on between a checkpoint and a spike."""
 
-    def __init__(self, slot_size: int, slots_per_step: int = 0, skip: Sequence[tuple[int, int]] = ()) -> None:
-        self.slot_size, self._skip = slot_size, skip  # slot_size: in sequences
+    def __init__(self, slot_size: int, slots_per_step: int = 0, skip_ranges: Sequence[tuple[int, int]] = ()) -> None:
+        self.slot_size, self._skip_ranges = slot_size, skip_ranges  # slot_size: in sequences
         self.slots_per_step = slots_per_step  # 0: one slot for each participant
         self.position = 0  # all sequences before this one are committed, except those in holes
         self.holes: list[int] = []  # sorted
@@ -116,7 +116,7 @@ class Ledger:
         # slots that are never trained on: UNABLE too often, or of a step that no group has applied
         self.skipped_slots: list[int] = []
         self.rewinds: list[Rewound] = []  # as many as the number of the branch
-        # ranges of positions that the newest commit left out for good, by the setting `skip`
+        # ranges of positions that the newest commit left out for good, by skip_ranges
         self.newly_skipped: tuple[tuple[int, int], ...] = ()
         # the open assignment: slot -> replica_id, by replica_rank; the dict is replaced, never changed
         self.assignment: dict[int, str] = {}
@@ -132,11 +132,11 @@ class Ledger:
         """Returns the assignment of the next step, made round-robin if none is open. An open one is kept; `reassign` adapts it."""
         if not self.assignment:
             count, slots, slot = self.slots_per_step or len(participants), self.holes, self.position
-            if self._skip:
+            if self._skip_ranges:
                 slots = [hole for hole in slots if not self._skipped_until(hole)]
             slots = slots[:count]
             while len(slots) < count:
-                if self._skip and (end := self._skipped_until(slot)):
+                if self._skip_ranges and (end := self._skipped_until(slot)):
                     slot += -((slot - end) // self.slot_size) * self.slot_size
                 else:
                     slots.append(slot)
@@ -169,9 +169,9 @@ class Ledger:
         """Drops the open assignment: its slots count as never assigned."""
         self.assignment = {}
 
-    def commit(self, tokens: Sequence[float], *, skip: bool = False) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    def commit(self, tokens: Sequence[float], *, skip_unable: bool = False) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Commits the open assignment. Returns the slots that contributed, and those that were UNABLE in MAX_UNABLE steps: given up for
-        good if `skip`, else a reason to stop. `tokens`: for each assigned slot, in order, its valid tokens; 0: none; or UNABLE."""
+        good if `skip_unable`, else a reason to stop. `tokens`: for each assigned slot, in order, its valid tokens; 0: none; or UNABLE."""
         assert len(tokens) == len(self.assignment), f"{len(tokens)} token counts for {len(self.assignment)} slots"
         slots = list(self.assignment)
         committed = tuple([slot for slot, count in zip(slots, tokens, strict=True) if count > 0])
@@ -180,22 +180,22 @@ class Ledger:
             self.unable.update(slot for slot, count in zip(slots, tokens, strict=True) if count == UNABLE)
         exhausted = {slot for slot, times in self.unable.items() if times >= MAX_UNABLE} - contributed
         exhausted_slots = tuple(slot for slot in slots if slot in exhausted) if exhausted else ()
-        gone = contributed | (set(exhausted_slots) if skip else set())
-        self.skipped_slots += exhausted_slots if skip else ()
+        gone = contributed | (set(exhausted_slots) if skip_unable else set())
+        self.skipped_slots += exhausted_slots if skip_unable else ()
         before, self.position = self.position, max([self.position, *(slot + self.slot_size for slot in slots)])
         holes = sorted({*self.holes, *slots} - gone)
-        self.holes = [hole for hole in holes if not self._skipped_until(hole)] if self._skip else holes
-        self.newly_skipped = self._ranges_skipped(before, slots, holes) if self._skip else ()
+        self.holes = [hole for hole in holes if not self._skipped_until(hole)] if self._skip_ranges else holes
+        self.newly_skipped = self._ranges_skipped(before, slots, holes) if self._skip_ranges else ()
         self.unable = Counter({slot: count for slot, count in self.unable.items() if slot not in gone})
         self.assignment = {}
         return committed, exhausted_slots
 
     def _skipped_until(self, slot: int) -> int:
-        """Returns the end of a range of `skip` that has a position of the slot; 0: there is none."""
-        return next((end for first, end in self._skip if first < slot + self.slot_size and slot < end), 0)
+        """Returns the end of a range of skip_ranges that has a position of the slot; 0: there is none."""
+        return next((end for first, end in self._skip_ranges if first < slot + self.slot_size and slot < end), 0)
 
     def _ranges_skipped(self, first: int, slots: Sequence[int], holes: Sequence[int]) -> tuple[tuple[int, int], ...]:
-        """Returns the ranges from `first` on that are not in the slots assigned, and the holes that `skip` has."""
+        """Returns the ranges from `first` on that are not in the slots assigned, and the holes that skip_ranges has."""
         ranges = [(hole, hole + self.slot_size) for hole in holes if self._skipped_until(hole)]
         for slot in sorted(slot for slot in slots if slot >= first):
             if slot > first:
@@ -720,7 +720,7 @@ class StepMachine:
             self._out.append(m.Fence(self.step))
             self._offering = False
         owners = self.ledger.assignment
-        contributed, exhausted_slots = self.ledger.commit(tail.tokens, skip=self.config.skip_unable)
+        contributed, exhausted_slots = self.ledger.commit(tail.tokens, skip_unable=self.config.skip_unable)
         if self.step > self.settled:  # final: this generation made that state or chose it, and commits the next step
             self.settled = self.step
             self._out.append(m.Settled(self.step))

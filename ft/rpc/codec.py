@@ -253,11 +253,11 @@ _static = attrgetter(*(x.name for x in fields(m.Member) if x.name not in _DYNAMI
 
 @dataclass(frozen=True)
 class StaticQuorum:
-    """Static part of a quorum (pharos.proto: roster), without states and assignments: constant until a group joins, leaves or restarts."""
+    """Static part of a quorum, without states and assignments: constant until a group joins, leaves or restarts."""
 
     members: tuple[m.Member, ...] = ()  # their states and assignments are of some quorum, and not used
     fingerprint: m.Fingerprint = ()
-    id: str = ""  # hash of the static part; "roster" in QuorumRequest
+    id: str = ""  # hash of the static part; static_quorum_id in QuorumRequest
     static: tuple[tuple[Any, ...], ...] = ()  # static fields of each member
 
     @staticmethod
@@ -269,7 +269,7 @@ class StaticQuorum:
         hashed = repr((static, quorum.fingerprint)).encode()
         return StaticQuorum(quorum.members, quorum.fingerprint, hashlib.sha256(hashed).hexdigest()[:32], static)
 
-    def complete(self, same: pharos_pb2.SameRoster) -> m.Quorum:
+    def complete(self, same: pharos_pb2.SameStaticQuorum) -> m.Quorum:
         """Returns the quorum that has this static part and the dynamic part `same`."""
         state = _state_from(same.reference)
         dynamic = dict(zip(_DYNAMIC, (*state, same.assigned, same.assignment_id), strict=True))
@@ -278,11 +278,11 @@ class StaticQuorum:
 
 
 def dynamic_part(quorum: m.Quorum) -> Any | None:
-    """Returns the dynamic part of `quorum` as a SameRoster; None if its members differ in state or assignment."""
+    """Returns the dynamic part of `quorum` as a SameStaticQuorum; None if its members differ in state or assignment."""
     first = quorum.members[0]
     if set(map(_dynamic, quorum.members)) != {(*quorum.reference, first.assigned, first.assignment_id)}:
         return None
-    return pharos_pb2.SameRoster(
+    return pharos_pb2.SameStaticQuorum(
         quorum_id=quorum.quorum_id,
         epoch=quorum.epoch,
         reference=_fill_state(pharos_pb2.State(), quorum.reference),

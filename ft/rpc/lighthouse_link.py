@@ -127,7 +127,9 @@ class PharosConnection(LighthouseConnection):
 
     async def _ask(self, call: m.Call) -> None:
         static_quorum = self._static_quorum
-        request = pharos_pb2.QuorumRequest(call=codec.to_message(call), roster=static_quorum.id).SerializeToString()
+        request = pharos_pb2.QuorumRequest(
+            call=codec.to_message(call), static_quorum_id=static_quorum.id
+        ).SerializeToString()
         event: m.Event
         try:
             reply = await self._unary("/pharos.Lighthouse/Quorum", request, CALL_S)

@@ -116,7 +116,7 @@ class LighthouseService:
 
     def _quorum(self, data: bytes, context: Any) -> Awaitable[bytes]:
         request = codec.parse(pharos_pb2.QuorumRequest, data)
-        return self.ask(codec.from_message(m.Call, request.call), Pending(len(data), request.roster))
+        return self.ask(codec.from_message(m.Call, request.call), Pending(len(data), request.static_quorum_id))
 
     def ask(self, call: m.Call, pending: Pending, context: Any = None) -> Awaitable[bytes]:
         """Feeds a quorum request, and waits for the answer. `context`: a torchft RPC's. Raises ValueError, CallRefused."""

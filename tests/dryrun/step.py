@@ -53,7 +53,6 @@ from training.optimizer import OptimizerStep, build_optimizer
 from training.progress import Progress
 
 drop = lambda *_, **__: None  # noqa: E731
-TOGETHER = 1  # cases of one process: after several torch's engine may end a backward without a result, or a word
 
 
 class FakeCollectives(explained_rank.FakeCollectives):
@@ -296,22 +295,17 @@ def see(case: Case) -> dict[str, Any]:
 
 
 def see_all(cases: Sequence[Case]) -> None:
-    """In as many processes at once as there are cores, which say what they saw as soon as they have. A pipeline's is its own: torch starts
-    threads for such a device once in a process, and the backward of a second pipeline aborts in them."""
-    numbered = list(enumerate(cases))
-    together = [each for each in numbered if each[1].sizes.pp == 1 and each[1].layers and not each[1].groups]
-    work = [[each] for each in numbered if each not in together]
-    work += [together[start : start + TOGETHER] for start in range(0, len(together), TOGETHER)]
+    """Sees each in a process of its own, which says what it saw; as many run at once as there are cores. After several cases in a process
+    torch's engine may end a backward without a result, or a word."""
     running = 0
-    for batch in work:
+    for number, case in enumerate(cases):
         if running == len(os.sched_getaffinity(0)):
             os.wait()
             running -= 1
         running += 1
         if os.fork() == 0:
-            for number, case in batch:
-                sys.stdout.write(json.dumps({"case": number, **see(case)}) + "\n")
-                sys.stdout.flush()
+            sys.stdout.write(json.dumps({"case": number, **see(case)}) + "\n")
+            sys.stdout.flush()
             os._exit(0)
     for _ in range(running):
         os.wait()

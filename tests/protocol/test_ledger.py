@@ -100,7 +100,7 @@ def test_the_third_time_a_slot_is_of_no_use():
         assert exhausted == ((0,) if time == 3 else ())
     assert ledger.holes == [0]
     ledger.assign(("a", "b"))
-    ledger.commit((UNABLE, 10), skip=True)
+    ledger.commit((UNABLE, 10), skip_unable=True)
     assert (ledger.holes, ledger.skipped_slots) == ([], [0])
 
 
@@ -155,7 +155,7 @@ def test_every_slot_is_in_exactly_one_commit(history: list[tuple[int, int, bool]
 
 
 def test_slots_with_a_position_to_skip_are_left_out():
-    ledger = Ledger(8, skip=[(12, 13), (24, 41)])
+    ledger = Ledger(8, skip_ranges=[(12, 13), (24, 41)])
     assert ledger.assign(("a", "b")) == {0: "a", 16: "b"}
     ledger.commit((10, 10))
     assert (ledger.newly_skipped, ledger.position) == (((8, 16),), 24)
@@ -171,7 +171,7 @@ def test_a_hole_to_skip_is_left_out():
     before = Ledger(8)
     before.assign(("a", "b", "c"))
     before.commit((0, 10, 0))
-    ledger = Ledger(8, skip=[(3, 4), (24, 30)])
+    ledger = Ledger(8, skip_ranges=[(3, 4), (24, 30)])
     ledger.load_state_dict(before.state_dict())
     assert ledger.assign(("a", "b")) == {16: "a", 32: "b"}
     ledger.commit((0, 10))
@@ -179,18 +179,20 @@ def test_a_hole_to_skip_is_left_out():
 
 
 @given(
-    skip=st.lists(
+    skip_ranges=st.lists(
         st.tuples(st.integers(0, 200), st.integers(1, 60)).map(lambda span: (span[0], sum(span))), max_size=4
     ),
     tokens=st.lists(st.lists(st.sampled_from([0.0, 10.0]), min_size=1, max_size=4), min_size=1, max_size=12),
 )
-def test_each_position_is_trained_on_or_left_out_or_open(skip: list[tuple[int, int]], tokens: list[list[float]]):
-    ledger, trained, left_out = Ledger(8, skip=skip), list[int](), list[int]()
+def test_each_position_is_trained_on_or_left_out_or_open(skip_ranges: list[tuple[int, int]], tokens: list[list[float]]):
+    ledger, trained, left_out = Ledger(8, skip_ranges=skip_ranges), list[int](), list[int]()
     for counts in tokens:
         ledger.assign([str(number) for number in range(len(counts))])
         committed, _ = ledger.commit(counts)
         trained += committed
         left_out += [slot for first, end in ledger.newly_skipped for slot in range(first, end, 8)]
     assert sorted([*trained, *left_out, *ledger.holes]) == list(range(0, ledger.position, 8))
-    touched = {slot for slot in range(0, ledger.position, 8) for first, end in skip if first < slot + 8 and slot < end}
+    touched = {
+        slot for slot in range(0, ledger.position, 8) for first, end in skip_ranges if first < slot + 8 and slot < end
+    }
     assert set(left_out) == touched

@@ -163,7 +163,7 @@ def _quorum(step: int, names: str = "ab", **same: object) -> m.Quorum:
     return m.Quorum(4, ours, (step, 3, f"c{step}"), "epoch", (("layout", "1"),))
 
 
-def test_a_short_answer_is_the_whole_quorum_to_whoever_holds_its_roster():
+def test_a_short_answer_is_the_whole_quorum_to_whoever_holds_its_static_quorum():
     old, new = _quorum(7), replace(_quorum(9), quorum_id=5)
     short = codec.dynamic_part(new)
     assert short is not None and len(short.SerializeToString()) < 40
@@ -172,18 +172,18 @@ def test_a_short_answer_is_the_whole_quorum_to_whoever_holds_its_roster():
 
 
 @pytest.mark.parametrize("change", [{"names": "abc"}, {"names": "ac"}, {"writes_checkpoint": True}, {"restored": 0}])
-def test_another_roster_has_another_id(change: dict[str, object]):
+def test_another_static_quorum_has_another_id(change: dict[str, object]):
     assert codec.StaticQuorum.of(_quorum(7)).id != codec.StaticQuorum.of(_quorum(7, **change)).id  # type: ignore[arg-type]
 
 
-def test_another_layout_has_another_roster():
-    """Whoever holds the short answer's roster must report the job's own layout to the next lighthouse."""
+def test_another_layout_has_another_static_quorum():
+    """Whoever holds the short answer's static quorum must report the job's own layout to the next lighthouse."""
     quorum = _quorum(7)
-    roster = codec.StaticQuorum.of(quorum)
+    static_quorum = codec.StaticQuorum.of(quorum)
     other = replace(quorum, fingerprint=(("layout", "2"),))
     assert (
-        codec.StaticQuorum.of(other).id != roster.id
-        and codec.StaticQuorum.of(other, roster).fingerprint == other.fingerprint
+        codec.StaticQuorum.of(other).id != static_quorum.id
+        and codec.StaticQuorum.of(other, static_quorum).fingerprint == other.fingerprint
     )
 
 

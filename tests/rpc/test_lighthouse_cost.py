@@ -30,8 +30,8 @@ def service(min_replicas: int) -> LighthouseService:
     return LighthouseService(LighthouseConfig(min_replicas=min_replicas))
 
 
-async def ask(one: LighthouseService, calls: list[m.Call], roster: str = "") -> list[bytes]:
-    return await asyncio.gather(*(one.ask(call, Pending(9, roster)) for call in calls))
+async def ask(one: LighthouseService, calls: list[m.Call], static_quorum_id: str = "") -> list[bytes]:
+    return await asyncio.gather(*(one.ask(call, Pending(9, static_quorum_id)) for call in calls))
 
 
 def members(count: int) -> list[m.Member]:
@@ -72,13 +72,16 @@ def test_our_callers_get_one_answer_made_once_long_and_short():
     in_a_loop(test)
 
 
-def test_the_roster_of_the_same_members_is_kept():
+def test_the_static_quorum_of_the_same_members_is_kept():
     first = m.Quorum(1, tuple(members(3)))
-    roster = codec.StaticQuorum.of(first)
+    static_quorum = codec.StaticQuorum.of(first)
     moved = m.Quorum(2, tuple(m.Member(x.replica_id, x.address, x.store_address, step=7) for x in members(3)))
-    assert codec.StaticQuorum.of(moved, roster) is roster and codec.StaticQuorum.of(moved).id == roster.id
+    assert (
+        codec.StaticQuorum.of(moved, static_quorum) is static_quorum
+        and codec.StaticQuorum.of(moved).id == static_quorum.id
+    )
     elsewhere = m.Quorum(2, tuple(m.Member(x.replica_id, "http://elsewhere:1") for x in members(3)))
-    assert codec.StaticQuorum.of(elsewhere, roster).id != roster.id
+    assert codec.StaticQuorum.of(elsewhere, static_quorum).id != static_quorum.id
 
 
 # ------------------------------------------------------------------------------------------------ work

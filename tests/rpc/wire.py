@@ -45,8 +45,8 @@ class Wire:
         data = self.send("/torchft.LighthouseService/Quorum", torchft_call(replica_id, **member), timeout_s)
         return torchft_pb2.LighthouseQuorumResponse.FromString(data).quorum
 
-    def pharos(self, call: m.Call, roster: str = "") -> Future[bytes]:
-        return self.begin("/pharos.Lighthouse/Quorum", pharos_call(call, roster))
+    def pharos(self, call: m.Call, static_quorum_id: str = "") -> Future[bytes]:
+        return self.begin("/pharos.Lighthouse/Quorum", pharos_call(call, static_quorum_id))
 
     def close(self) -> None:
         self.channel.close()
@@ -104,8 +104,10 @@ def torchft_call(replica_id: str, **member: Any) -> bytes:
     return bytes(torchft_pb2.LighthouseQuorumRequest(requester=requester).SerializeToString())
 
 
-def pharos_call(call: m.Call, roster: str = "") -> bytes:
-    return bytes(pharos_pb2.QuorumRequest(call=codec.to_message(call), roster=roster).SerializeToString())
+def pharos_call(call: m.Call, static_quorum_id: str = "") -> bytes:
+    return bytes(
+        pharos_pb2.QuorumRequest(call=codec.to_message(call), static_quorum_id=static_quorum_id).SerializeToString()
+    )
 
 
 def quorum_of(answer: Future[bytes]) -> m.Quorum:

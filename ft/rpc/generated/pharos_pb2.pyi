@@ -165,12 +165,12 @@ class Call(_message.Message):
     def __init__(self, member: _Optional[_Union[Member, _Mapping]] = ..., known: _Optional[int] = ..., failed: bool = ..., blame: _Optional[_Iterable[str]] = ..., fingerprint: _Optional[_Iterable[_Union[Digest, _Mapping]]] = ..., number: _Optional[int] = ...) -> None: ...
 
 class QuorumRequest(_message.Message):
-    __slots__ = ("call", "roster")
+    __slots__ = ("call", "static_quorum_id")
     CALL_FIELD_NUMBER: _ClassVar[int]
-    ROSTER_FIELD_NUMBER: _ClassVar[int]
+    STATIC_QUORUM_ID_FIELD_NUMBER: _ClassVar[int]
     call: Call
-    roster: str
-    def __init__(self, call: _Optional[_Union[Call, _Mapping]] = ..., roster: _Optional[str] = ...) -> None: ...
+    static_quorum_id: str
+    def __init__(self, call: _Optional[_Union[Call, _Mapping]] = ..., static_quorum_id: _Optional[str] = ...) -> None: ...
 
 class QuorumReply(_message.Message):
     __slots__ = ("quorum", "same", "restore", "times", "limits")
@@ -180,13 +180,13 @@ class QuorumReply(_message.Message):
     TIMES_FIELD_NUMBER: _ClassVar[int]
     LIMITS_FIELD_NUMBER: _ClassVar[int]
     quorum: Quorum
-    same: SameRoster
+    same: SameStaticQuorum
     restore: Restore
     times: Times
     limits: JobLimits
-    def __init__(self, quorum: _Optional[_Union[Quorum, _Mapping]] = ..., same: _Optional[_Union[SameRoster, _Mapping]] = ..., restore: _Optional[_Union[Restore, _Mapping]] = ..., times: _Optional[_Union[Times, _Mapping]] = ..., limits: _Optional[_Union[JobLimits, _Mapping]] = ...) -> None: ...
+    def __init__(self, quorum: _Optional[_Union[Quorum, _Mapping]] = ..., same: _Optional[_Union[SameStaticQuorum, _Mapping]] = ..., restore: _Optional[_Union[Restore, _Mapping]] = ..., times: _Optional[_Union[Times, _Mapping]] = ..., limits: _Optional[_Union[JobLimits, _Mapping]] = ...) -> None: ...
 
-class SameRoster(_message.Message):
+class SameStaticQuorum(_message.Message):
     __slots__ = ("quorum_id", "epoch", "reference", "assigned", "assignment_id")
     QUORUM_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
