@@ -161,7 +161,7 @@ class Run(Components):
             fault_injector.step(step)
         if self.manager.step < steps:
             larger = "larger budgets of training.sources, or without them, continue the run"
-            return self.print_summary("stopped at", larger if self.budgets_end else "the same command resumes the run")
+            return self.print_summary("stopped at", larger if self.budgets_end else "")
         self.saver.save_last(lambda: requests & STOP > 0 or self.signals.take() & STOP > 0)
         self.sample()
         folder = config.run_folder
@@ -185,6 +185,8 @@ class Run(Components):
         if commit is None:  # ft/gradients.py keeps this group's own gradients for the retry
             self.optimizer.zero_grad()
             return False
+        if not finite:  # the other groups go on, and its slots come again, MAX_UNABLE times in all
+            self.log.warning("%s", self.nonfinite(local, "has nothing of this group"))
         step = self.manager.step  # exceeds assignment.step + 1 if this group has healed meanwhile
         update = local.own_update or self.optimizer_step.step(step - 1, commit.divisor, commit.mean_loss)
         spike = update.spike
@@ -298,14 +300,14 @@ class Run(Components):
         self.pending_requests |= STOP * (stop > 0) | SAVE * (save_now > 0)
         return LocalStep(tokens_per_slot, total, nonfinite_ranks == 0, assignment.step, losses)
 
-    def nonfinite(self, local: LocalStep) -> NonFinite:
+    def nonfinite(self, local: LocalStep, outcome: str = "not applied") -> NonFinite:
         """Returns an error that names the NaN or infinite values of all ranks. Collective: all ranks have agreed on the failure."""
-        rank, step = self.world.global_rank, local.step + 1
+        step = f"step {local.step + 1} {outcome}"
         ran = [(batch.slot, batch.positions, loss.item()) for batch, loss in local.losses]
         named = [named for part in self.model.parts for named in part.named_parameters()]
         gradients = {name: cast("DTensor", p.grad).to_local() for name, p in named if p.grad is not None}
-        texts = gather_texts(self.world, "not finite", describe_nonfinite(rank, step, ran, gradients))
-        return NonFinite("; ".join(filter(None, texts)) or f"step {step} not applied: the gradient norm is not finite")
+        texts = gather_texts(self.world, "not finite", describe_nonfinite(self.world.global_rank, ran, gradients))
+        return NonFinite(f"{step}: {'; '.join(filter(None, texts)) or 'the gradient norm is not finite'}")
 
     def validate(self) -> None:
         """Measures the loss on the first validation.steps slots of each set of held-out documents, over all ranks."""
@@ -335,7 +337,7 @@ class Run(Components):
                 self.saver.write(settled=False)
             self.saver.wait_uploaded()
         self.log.info("%s", released)
-        self.print_summary("stopped at", "the same command resumes the run")
+        self.print_summary("stopped at")
 
     def sample(self) -> None:
         if self.degrees.pp == self.degrees.cp == self.degrees.tp == 1:  # other layouts cannot decode token by token

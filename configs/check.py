@@ -23,7 +23,7 @@ from configs.errors import raise_problems
 from configs.keys import to_text
 from configs.load import FILE_NAME, section_types
 from configs.schema import RunConfig
-from models.contract import check_contract, has_experts, nearest
+from models.contract import Model, check_contract, has_experts, nearest
 from parallelisms.device import local_device_type
 from parallelisms.execution import CompileConfig
 from parallelisms.mesh import degrees
@@ -131,14 +131,15 @@ def _check_batch(config: RunConfig, world_size: int) -> None:
 
 def _check_tensor_parallel(config: RunConfig) -> None:
     """Heads and features must be divisible, and async tensor parallelism must be possible if enabled."""
-    tp, compile = config.parallelism.tensor_parallel_degree, config.compile
+    tp = config.parallelism.tensor_parallel_degree
     if tp > 1:
         config.model.check_tensor_parallel(tp)
     if config.parallelism.enable_async_tensor_parallel:
-        compiled = _compiled_blocks(config) and compile.backend == "inductor"
         reasons = {
             "parallelism.tensor_parallel_degree = 1 leaves nothing to overlap": tp == 1,
-            "it needs compile.enable = true, model in compile.components and compile.backend = inductor": not compiled,
+            "it needs compile.enable = true, model in compile.components and compile.backend = inductor": not _inductor_blocks(
+                config
+            ),
             f"it needs {tp} CUDA devices that reach each other's memory (NVLink)": torch.cuda.device_count() < tp,
         }
         if reason := next((reason for reason, applies in reasons.items() if applies), ""):
@@ -147,6 +148,10 @@ def _check_tensor_parallel(config: RunConfig) -> None:
 
 def _compiled_blocks(config: RunConfig) -> bool:
     return config.compile.enable and "model" in config.compile.components
+
+
+def _inductor_blocks(config: RunConfig) -> bool:
+    return _compiled_blocks(config) and config.compile.backend == "inductor"
 
 
 def _check_layouts(config: RunConfig, device_type: str) -> Iterator[str]:
@@ -164,10 +169,10 @@ def _check_layouts(config: RunConfig, device_type: str) -> Iterator[str]:
             f"training.seq_len = {seq_len}: the ranks of {ranks} share it{how}: must be a multiple of {unit}; "
             f"nearest: {multiples(seq_len, unit)}"
         )
-    if config.activation_checkpoint.mode == "memory_budget" and not _compiled_blocks(config):
+    if config.activation_checkpoint.mode == "memory_budget" and not _inductor_blocks(config):
         yield (
-            'activation_checkpoint.mode = "memory_budget": requires compile.enable = true and "model" in compile.components; '
-            'nearest: "selective"'
+            'activation_checkpoint.mode = "memory_budget": requires compile.enable = true, "model" in compile.components and '
+            'compile.backend = "inductor"; nearest: "selective"'
         )
     if config.float8.enable and tp > 1:
         yield (
@@ -380,10 +385,12 @@ def _check_rounds(config: RunConfig) -> Iterator[str]:
 
 
 def _check_rewind(config: RunConfig) -> Iterator[str]:
-    if config.training.on_spike == "rewind" and not config.checkpoint.enable:
+    checkpoint = config.checkpoint
+    if config.training.on_spike == "rewind" and (checkpoint.load_only or not checkpoint.enable):
+        setting = "checkpoint.load_only = true" if checkpoint.enable else "checkpoint.enable = false"
         yield (
-            'training.on_spike = "rewind": checkpoint.enable = false, so there is no checkpoint to go back to; set it to true, or '
-            'nearest: "skip"'
+            f'training.on_spike = "rewind": {setting}, so there is no checkpoint to go back to; set it to '
+            f'{to_text(not checkpoint.enable)}, or nearest: "skip"'
         )
 
 
@@ -401,7 +408,7 @@ def _check_budgets(config: RunConfig, order: Order, world_size: int) -> None:
 
 
 def _check_model(config: RunConfig, world_size: int) -> None:
-    """Tokenizer, vocabulary and corpus must fit each other; patterns of the optimizer and the tensor-parallel plan must fit the model."""
+    """Tokenizer, vocabulary and corpus must fit each other, and the model all of them."""
     tokenizer = build_tokenizer(config.model.tokenizer_path)
     vocab_size = config.model.vocab_size or tokenizer.vocab_size
     if vocab_size < tokenizer.vocab_size:
@@ -425,14 +432,30 @@ def _check_model(config: RunConfig, world_size: int) -> None:
                 _check_budgets(config, data.order(seed=training.seed, seq_len=training.seq_len), world_size)
             if config.validation.enable:
                 data.validation_orders(seq_len=training.seq_len)
-    model = config.meta_model(vocab_size)
+    _check_built(config, config.meta_model(vocab_size), world_size)
+
+
+def check_model(config: RunConfig, model: Model, *, world_size: int) -> None:
+    """Checks the whole model, built on the meta device, with optimizer, data and layout. Raises ConfigError."""
+    _gather(config, [lambda: _check_built(config, model, world_size)])
+
+
+def _check_built(config: RunConfig, model: Model, world_size: int) -> None:
+    """The model must have the parts of the contract that the run uses; patterns and plans must fit it."""
     check_contract(model, config.model.name)
     check_patterns(config.optimizer, model)
+    if (stages := config.parallelism.pipeline_parallel_degree) > 1:
+        ends = ("layers.", "tok_embeddings.", "norm.", "output.")
+        if other := next((name for name, _ in model.named_parameters() if not name.startswith(ends)), ""):
+            raise ValueError(
+                f"parallelism.pipeline_parallel_degree = {stages}: {other} would be in every stage, "
+                "and trained in one: a pipeline divides layers, tok_embeddings, norm and output (models/contract.py); nearest: 1"
+            )
     if config.parallelism.tensor_parallel_degree > 1:  # the import takes half as long as torch's
         from parallelisms.tensor import check_plan
 
         check_plan(model, degrees(config.parallelism, world_size))
-    if training.document_mask and "document_starts" not in signature(model.forward).parameters:
+    if config.training.document_mask and "document_starts" not in signature(model.forward).parameters:
         raise ValueError(
             f'training.document_mask = true: the forward of model.name = "{config.model.name}" takes no document_starts '
             "(models/contract.py); set it to false"

@@ -45,9 +45,9 @@ _IDENTITY = (
     "fault_tolerance.fragment_",
     "fault_tolerance.outer_",
 )
-_MAY_CHANGE = (
-    "optimizer.implementation",  # the same update rule
-    "lr_scheduler.total_steps",  # grows with training.steps
+_MAY_CHANGE = (  # but not between groups
+    "optimizer.implementation",  # the same update rule, rounded differently
+    "lr_scheduler.total_steps",  # the length of the run, as training.steps
 )
 _GONE = "no such key"
 # resume.allow may name these: read in every step, and not part of the state
@@ -108,7 +108,7 @@ def what_groups_share(config: RunConfig) -> tuple[tuple[str, str], ...]:
     return tuple(
         (key, hashlib.sha256(text.encode()).hexdigest()[:16])
         for key, text in _texts(_tables(config))
-        if _matters(key, config) or (key.startswith(_LAYOUT) and key not in _OWN)
+        if _matters(key, config) or key in _MAY_CHANGE or (key.startswith(_LAYOUT) and key not in _OWN)
     )
 
 

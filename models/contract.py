@@ -168,6 +168,10 @@ def check_contract(model: nn.Module, name: str) -> None:
             names == [str(number) for number in range(len(names))],
             f'layers is named {", ".join(names)}, not "0", "1", ...',
         ),
+        *(
+            (isinstance(getattr(model, key, None), nn.Module), f"it has no module {key}")
+            for key in ("tok_embeddings", "norm")
+        ),
         (isinstance(output, Head), f"output is {type(output).__name__}, not Head"),
         (isinstance(getattr(model, "dim", None), int), "it has no dim, the width of the hidden state"),
         ("labels" in takes.parameters, "its forward takes no labels"),

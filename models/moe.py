@@ -57,6 +57,11 @@ class Config(qwen3.Config):
                 f"model.experts_per_token = {self.experts_per_token}: must be at most model.n_experts = {self.n_experts}; "
                 f"nearest: {self.n_experts}"
             )
+        if self.experts_per_token == 1 and self.normalize_weights:
+            raise ValueError(
+                "model.experts_per_token = 1: with model.normalize_weights = true every weight is 1, and the router has no gradient; "
+                "nearest: 2, or model.normalize_weights = false"
+            )
         if self.dense_layers >= self.n_layers:
             raise ValueError(
                 f"model.dense_layers = {self.dense_layers}: must be below model.n_layers = {self.n_layers}; nearest: {self.n_layers - 1}"

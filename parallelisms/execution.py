@@ -39,14 +39,14 @@ class Precision:
 
     master: torch.dtype = torch.float32  # the parameters that the optimizer updates, and its state
     compute: torch.dtype = torch.float32  # weights and activations in forward and backward
-    reduce: torch.dtype = torch.float32  # gradient reductions and accumulation
+    reduce: torch.dtype = torch.float32  # reduction of gradients over ranks; FSDP adds passes in the master dtype
 
     def __str__(self) -> str:
         dtypes = self.master, self.compute, self.reduce
         master, compute, reduce = (str(dtype).removeprefix("torch.") for dtype in dtypes)
         return (
             f"master weights and optimizer {master}; forward and backward {compute}; norms, softmax and loss float32; "
-            f"gradient sums {reduce}"
+            f"gradients reduced over ranks in {reduce}"
         )
 
 

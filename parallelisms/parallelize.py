@@ -103,6 +103,10 @@ class NoPipeline:
         [model] = self.parts
         more = {} if document_starts is None else {"document_starts": self._shard_sequence(document_starts)}
         loss_sum = model(self._shard_sequence(inputs), labels=self._shard_sequence(labels), **more)
+        if loss_sum.ndim:
+            raise ValueError(
+                f"forward with labels must return the loss sum (models/contract.py), not {list(loss_sum.shape)} values"
+            )
         loss_sum.backward()
         return loss_sum.detach() if self.reports_loss else torch.zeros_like(loss_sum)
 

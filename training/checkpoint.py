@@ -256,9 +256,10 @@ class Checkpointer:
                 weights = {
                     name: self._states[name].state_dict() for name in ("model", EMA_STATE) if name in self._states
                 }
-                for values in weights.values():
+                for state, values in weights.items():
                     for name, value in values.items():
-                        if isinstance(value, torch.Tensor) and value.is_floating_point():
+                        is_computed = f"{state}.{name}" in self._computed
+                        if isinstance(value, torch.Tensor) and value.is_floating_point() and not is_computed:
                             values[name] = value.to(dtype)
                 self._write(step, branch, "model", weights)
             elif last or not settled or self._config.async_mode == "disabled":
@@ -688,7 +689,8 @@ class Checkpointer:
         exclude = list(config.exclude_from_loading) if initial else []
         if initial and not config.initial_load_model_only:  # its settings are this run's, not those of the other run
             exclude.append("optimizer.param_groups")
-        exclude += [name for name in self._computed if dcp.other_size(name, live, metadata)]
+        # they follow from this run's configuration; in its own checkpoints they are as in training, unless seq_len was changed
+        exclude += [name for name in self._computed if initial or dcp.other_size(name, live, metadata)]
         filled, unfit, unknown = dcp.fit(live, metadata, wanted=wanted, exclude=exclude, exact=not initial)
         everywhere = set.intersection(*ranks.all_gather(unknown))  # a rank may hold only a part of the model
         # once each: ranks with shards of the same tensor report the same misfit
@@ -761,7 +763,7 @@ def beginning(
     step = config.load_step if config.load_step >= 0 else files.newest(folder)
     if step is not None or files.list_steps(folder):
         return None if step is None else files.step_folder(folder, step)
-    excluded = any("ledger".startswith(name) for name in config.exclude_from_loading)
+    excluded = "ledger" in config.exclude_from_loading
     if not config.initial_load_path or config.initial_load_model_only or excluded:
         return None
     if is_url(config.initial_load_path):

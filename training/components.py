@@ -178,13 +178,18 @@ class Components:
             settings,
             self.environment,
             slot_size=self.slot_size,
-            skip=[(span.first, span.end) for span in config.training.skip if not span.source],
+            skip_ranges=[(span.first, span.end) for span in config.training.skip if not span.source],
             folder=self.group_folder,
             device_type=gradient_device_type(config, self.device.type),
             store=world.store,
             agreement=agreement,
             long_phase_s=config.comm.init_timeout_seconds,
-            fingerprint=(*what_groups_share(config), ("text or tokenizer", self.data.digest[:16])),
+            fingerprint=(
+                *what_groups_share(config),
+                ("text or tokenizer", self.data.digest[:16]),
+                # each group orthogonalises for itself, and "auto" depends on its devices
+                ("training.mixed_precision_param, in Muon", str(getattr(self.optimizer, "orthogonal_dtype", None))),
+            ),
             restore=self.restore,
             phase_timer=self.progress,
             on_event=self.events,
@@ -409,8 +414,14 @@ class Components:
         garbage = cleanup.enter_context(closing(GarbageCollection(config.training.gc_freq)))
         return watchdog, profiler, garbage, FaultInjector(folder, rank, self.parameters, enabled=drill, log=self.log)
 
-    def print_summary(self, verb: str, next_command: str) -> None:
-        saved, groups = self.checkpointer.place, self.events.summary()
+    def print_summary(self, verb: str, next_command: str = "") -> None:
+        """Logs the closing summary. `next_command`: what to run next; "": the same again."""
+        saved, groups, settings = self.checkpointer.place, self.events.summary(), self.config.checkpoint
+        if not next_command and settings.enable and not settings.load_only:
+            next_command = "the same command resumes the run"
+        elif not next_command:
+            setting = "checkpoint.load_only = true" if settings.enable else "checkpoint.enable = false"
+            next_command = f"nothing was saved ({setting}): the same command begins where this launch did"
         self.metrics_processor.print_summary(
             self.manager.step, verb=verb, saved=saved, next_command=next_command, groups=groups
         )

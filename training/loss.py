@@ -65,12 +65,11 @@ class NonFinite(RuntimeError):
 
 def describe_nonfinite(
     rank: int,
-    step: int,
     losses: Sequence[tuple[int, Sequence[int], float]],
     named_gradients: Mapping[str, Tensor | None],
 ) -> str:
     """Returns one line that names the non-finite values on `rank`, or "". `losses`: slot, positions (sequence indices) and loss sum of each
-    microbatch in `step`, which is not applied. `named_gradients`: local shards, which may be sums over ranks. Syncs the device."""
+    microbatch of a step. `named_gradients`: local shards, which may be sums over ranks. Syncs the device."""
     bad_losses = [
         f"loss {loss} at slot {slot}, {_positions(positions)}" for slot, positions, loss in losses if not isfinite(loss)
     ]
@@ -84,7 +83,7 @@ def describe_nonfinite(
     if bad_gradients and losses and not bad_losses:
         run = ", ".join(_positions(positions) for _, positions, _ in losses[:_NAMED])
         parts.append(f"its losses are finite ({run}{', ...' if len(losses) > _NAMED else ''})")
-    return f"step {step} not applied, rank {rank}: {'; '.join(parts)}" if parts else ""
+    return f"rank {rank}: {'; '.join(parts)}" if parts else ""
 
 
 def _first(texts: list[str], noun: str) -> list[str]:

@@ -111,7 +111,8 @@ class LocalAdam(torch.optim.Adam):
         for parameter, update in self.own_updates:
             if parameter.grad is not None:
                 local, grad = (x.to_local() if hasattr(x, "to_local") else x for x in (parameter, parameter.grad))
-                update(local, grad if skip is None else grad * (1 - skip))
+                # torch's fused kernels skip such a step on the device; NaN times 0 is NaN
+                update(local, grad if skip is None else torch.where(skip.bool(), 0, grad))
         return result
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -131,14 +132,14 @@ class MuonAdamW(LocalAdam):
 
     def __init__(self, groups: Any, *, orthogonal_dtype: torch.dtype, **settings: Any) -> None:
         super().__init__(groups, decoupled_weight_decay=True, **settings)
-        self._orthogonal_dtype = orthogonal_dtype
+        self.orthogonal_dtype = orthogonal_dtype
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
         result = super().step(closure)
         for group in self.param_groups:
             if "is_muon" in group:
-                muon_step(self.state, group, self._orthogonal_dtype)
+                muon_step(self.state, group, self.orthogonal_dtype)
         return result
 
     def _init_group(self, group: dict[str, Any], *lists: list[Tensor]) -> bool:

@@ -100,6 +100,7 @@ CASES = [
     # what sections say of themselves and of each other
     Case("heads do not divide", "--model.n_heads = 7: must divide model.dim = 256 into heads of an even width (rotary positions rotate pairs); nearest: 4 or 8", ("--model.n_heads=7",), nproc=1),
     Case("no checkpoint to go back to", '--training.on_spike = "rewind": checkpoint.enable = false, so there is no checkpoint to go back to; set it to true, or nearest: "skip"', ("--training.on_spike=rewind", "--checkpoint.enable=false")),
+    Case("no checkpoint of this run to go back to", '--training.on_spike = "rewind": checkpoint.load_only = true, so there is no checkpoint to go back to; set it to false, or nearest: "skip"', ("--training.on_spike=rewind", "--checkpoint.load_only")),
     Case("a stream that cannot go on behind its data", '--training.on_spike = "rewind": training.dataset = "huggingface" is a stream, which cannot pass over the data since a checkpoint; prepare it with scripts/prepare_data.py, or nearest: "skip"', ("--training.on_spike=rewind", "--training.dataset=huggingface", "--training.dataset_path=a/b")),
     Case("documents of no store", '--training.skip[0].source = "c4": no store has that name; it needs training.dataset = "store"', ("--training.skip=[{source='c4', first=1, end=2}]",), nproc=1),
     Case("documents of another store", '--training.skip[0].source = "bouks": no store has that name; legal: web, books; nearest: books', ("--training.skip=[{source='bouks', first=1, end=2}]", "--training.dataset=store", "--training.sources=[{path='web'}, {path='books'}]"), nproc=1),
@@ -144,7 +145,7 @@ CASES = [
         ("--fault_tolerance.enable", "--fault_tolerance.process_group=nccl"),
     ),
     Case("offloading without CUDA", "--training.enable_cpu_offload = true: there is no CUDA device here, so parameters are in host memory already; set it to false", ("--training.enable_cpu_offload",)),
-    Case("budget without a compiler", '--activation_checkpoint.mode = "memory_budget": requires compile.enable = true and "model" in compile.components; nearest: "selective"', ("--activation_checkpoint.mode=memory_budget",)),
+    Case("budget without a compiler", '--activation_checkpoint.mode = "memory_budget": requires compile.enable = true, "model" in compile.components and compile.backend = "inductor"; nearest: "selective"', ("--activation_checkpoint.mode=memory_budget",)),
     Case("blocks that are not counted", '--activation_checkpoint.selective_ac_option = "two": must be "op" or a number >= 1 as a string; nearest: "1"', ("--activation_checkpoint.selective_ac_option=two",)),
     Case("another trainer's name", "run.toml:2: training.enable_loss_parallel: no such key; did you mean parallelism.disable_loss_parallel?", toml="[training]\nenable_loss_parallel = true\n"),
     Case("validation of nothing", "--training.dataset_held_out = 0.0: validation.enable = true needs documents that are held out; nearest: 0.03", ("--validation.enable", "--training.dataset_held_out=0")),

@@ -398,7 +398,7 @@ class Trainer(train.Run):
     def sample(self) -> None:
         pass
 
-    def print_summary(self, verb: str, next_command: str) -> None:
+    def print_summary(self, verb: str, next_command: str = "") -> None:
         self.verb = verb
         if verb == "finished":
             self.job.finished(self.group)

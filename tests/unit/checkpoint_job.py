@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +63,7 @@ class Job(Trains):
         lease: WriterLease | None = None,
         clock: Callable[[], float] = time.monotonic,
         in_thread: Callable[[Callable[[], None]], None] | None = None,
+        computed: Collection[str] = (),
         **settings: Any,
     ) -> None:
         """`at`: what happens in front of the next stage of a save of that name (see Checkpointer), once."""
@@ -88,6 +89,7 @@ class Job(Trains):
             folder,
             self.states,
             log=self.log,
+            computed=computed,
             lease=lease,
             clock=clock,
             in_thread=in_thread,

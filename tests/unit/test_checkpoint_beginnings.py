@@ -31,6 +31,31 @@ def test_the_last_save_can_be_the_weights_alone(tmp_path: Path) -> None:
     assert weights.model.get_buffer("1.num_batches_tracked") == 4
 
 
+def test_another_run_gives_no_tensor_that_follows_from_the_configuration(tmp_path: Path) -> None:
+    """Nor does a save in 16 bits round it."""
+    computed = ["model.1.running_mean"]
+    job = Job(tmp_path, computed=computed, last_save_model_only=True, export_dtype="bfloat16")
+    job.step_and_save(2)
+    saved = job.model.get_buffer("1.running_mean").clone()
+    job.train(2)
+    job.checkpointer.save(4, last=True)
+
+    again = Job(tmp_path, seed=1, computed=computed)
+    assert again.checkpointer.load() == 2 and torch.equal(again.model.get_buffer("1.running_mean"), saved)
+    for step in (2, 4):
+        path = tmp_path / f"checkpoint/step-{step}"
+        other = Job(tmp_path / f"from-{step}", seed=1, computed=computed, initial_load_path=str(path))
+        other.checkpointer.load()
+        assert not other.model.get_buffer("1.running_mean").any()
+        assert other.model.get_buffer("1.running_var").ne(1).any()
+    plain = Job(tmp_path / "plain", seed=1, initial_load_path=str(path))
+    plain.checkpointer.load()
+    exported = plain.model.get_buffer("1.running_mean")
+    assert torch.equal(exported, job.model.get_buffer("1.running_mean")) and not torch.equal(
+        exported, exported.bfloat16().float()
+    )
+
+
 def test_the_weights_alone_take_the_place_of_a_full_checkpoint_of_the_last_step(tmp_path: Path) -> None:
     job = Job(tmp_path, last_save_model_only=True)
     job.step_and_save(2, 4)

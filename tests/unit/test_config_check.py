@@ -103,6 +103,7 @@ OTHER_MODELS = {  # a line of __init__ or a method of the class -> what is said 
     "self.layers = nn.ModuleList(self.layers.values())": "layers is ModuleList, not nn.ModuleDict (models/contract.py)",
     "self.layers = nn.ModuleDict({'block0': self.layers['0']})": 'layers is named block0, not "0", "1", ... (models/contract.py)',
     "self.output = nn.Linear(256, 259)": "output is Linear, not Head (models/contract.py)",
+    "self.embedding = self.tok_embeddings; del self.tok_embeddings": "it has no module tok_embeddings (models/contract.py)",
     "self.dim = None": "it has no dim, the width of the hidden state (models/contract.py)",
     "self.gain = nn.Parameter(empty(()))": "gain has no dim to shard; make it [1] (models/contract.py)",
     "def forward(self, x): ...": "its forward takes no labels (models/contract.py)",
@@ -127,6 +128,17 @@ def test_a_model_without_a_part_of_the_contract(folder: Path, change: str, monke
         assert complaints(folder, "--model.name=fork", "--parallelism.context_parallel_degree=2", world_size=2) == [
             '--parallelism.context_parallel_degree = 2: the forward of model.name = "fork" takes no positions (models/contract.py); nearest: 1'
         ]
+
+
+def test_a_pipeline_divides_no_other_module(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (folder / "models").mkdir()
+    (folder / "models" / "fork.py").write_text(MODEL.format(change="self.gain = nn.Parameter(empty(3))", method=""))
+    monkeypatch.setattr(models, "__path__", [*models.__path__, str(folder / "models")])
+    monkeypatch.delitem(sys.modules, "models.fork", raising=False)
+    assert complaints(folder, "--model.name=fork") == []
+    assert complaints(folder, "--model.name=fork", "--parallelism.pipeline_parallel_degree=2", world_size=2) == [
+        "--parallelism.pipeline_parallel_degree = 2: gain would be in every stage, and trained in one: a pipeline divides layers, tok_embeddings, norm and output (models/contract.py); nearest: 1"
+    ]
 
 
 @pytest.mark.parametrize("global_batch_size", ["-1", "8", "80"])
@@ -159,15 +171,17 @@ BETWEEN_SECTIONS = {  # ranks and overrides -> the one message
     "4 --parallelism.context_parallel_degree=4 --training.seq_len=3": "--training.seq_len = 3: the ranks of parallelism.context_parallel_degree = 4 share it, in a piece from its head and one from its tail: must be a multiple of 8; nearest: 8",
     "2 --parallelism.context_parallel_degree=2 --parallelism.context_parallel_rotate_method=ring": '--parallelism.context_parallel_rotate_method = "ring": torch supports it only with CUDA\'s attention kernels, and there is no CUDA device here; nearest: "allgather"',
     "1 --training.enable_cpu_offload": "--training.enable_cpu_offload = true: there is no CUDA device here, so parameters are in host memory already; set it to false",
-    "1 --activation_checkpoint.mode=memory_budget": '--activation_checkpoint.mode = "memory_budget": requires compile.enable = true and "model" in compile.components; nearest: "selective"',
+    "1 --activation_checkpoint.mode=memory_budget": '--activation_checkpoint.mode = "memory_budget": requires compile.enable = true, "model" in compile.components and compile.backend = "inductor"; nearest: "selective"',
+    "1 --activation_checkpoint.mode=memory_budget --compile.enable --compile.backend=eager": '--activation_checkpoint.mode = "memory_budget": requires compile.enable = true, "model" in compile.components and compile.backend = "inductor"; nearest: "selective"',
     "1 --activation_checkpoint.selective_ac_option=2nd": '--activation_checkpoint.selective_ac_option = "2nd": must be "op" or a number >= 1 as a string; nearest: "1"',
     "2 --activation_checkpoint.mode=full --parallelism.pipeline_parallel_degree=2 --parallelism.pipeline_parallel_schedule=ZBVZeroBubble": '--activation_checkpoint.mode = "full": ZBVZeroBubble computes the backward in two halves, and for the second a block would be computed again for each of its weights; nearest: "none", or parallelism.pipeline_parallel_schedule = "Interleaved1F1B"',
     '1 --optimizer.groups=[{pattern="*norm*",weight_decay=-0.5}]': "--optimizer.groups[0].weight_decay = -0.5: must be >= 0, or -1 for optimizer.weight_decay; nearest: 0.0",
     "1 --compile.enable --compile.backend=indcutor": '--compile.backend = "indcutor": torch has cudagraphs, inductor, openxla, tvm; nearest: "inductor"',
+    "1 --model.name=moe --model.experts_per_token=1": "--model.experts_per_token = 1: with model.normalize_weights = true every weight is 1, and the router has no gradient; nearest: 2, or model.normalize_weights = false",
     "2 --model.name=moe --parallelism.tensor_parallel_degree=2 --model.shared_hidden_dim=33": "--parallelism.tensor_parallel_degree = 2: must divide model.shared_hidden_dim = 33; nearest: 1",
     "2 --model.name=moe --parallelism.tensor_parallel_degree=2 --model.hidden_dim=101 --model.dense_layers=1": "--parallelism.tensor_parallel_degree = 2: must divide model.hidden_dim = 101; nearest: 1",
     "4 --model.name=moe --parallelism.expert_parallel_degree=4 --model.n_experts=6": "--parallelism.expert_parallel_degree = 4: must divide the 6 experts of layers.0.feed_forward.experts; nearest: 2",
-    "4 --model.name=moe --parallelism.expert_parallel_degree=2 --model.n_experts=2 --model.expert_hidden_dim=33 --model.experts_per_token=1": "--parallelism.expert_parallel_degree = 2: layers.0.feed_forward.experts.w1 [2, 33, 256] has neither 2 x 2 experts nor rows divisible by 2 shards; nearest: widths of experts in multiples of 2",
+    "4 --model.name=moe --parallelism.expert_parallel_degree=2 --model.n_experts=2 --model.expert_hidden_dim=33 --model.experts_per_token=1 --model.normalize_weights=false": "--parallelism.expert_parallel_degree = 2: layers.0.feed_forward.experts.w1 [2, 33, 256] has neither 2 x 2 experts nor rows divisible by 2 shards; nearest: widths of experts in multiples of 2",
     "8 --model.name=moe --parallelism.expert_parallel_degree=2 --model.n_experts=4 --model.expert_hidden_dim=34": "--parallelism.expert_parallel_degree = 2: layers.0.feed_forward.experts.w1 [4, 34, 256] has neither 2 x 4 experts nor rows divisible by 4 shards; nearest: 4",
     "1 --float8.recipe_name=rowwise --float8.enable_fsdp_float8_all_gather": '--float8.enable_fsdp_float8_all_gather = true: float8.recipe_name = "rowwise" is not supported; nearest: false, or float8.recipe_name = "tensorwise"',
     "1 --float8.precompute_float8_dynamic_scale_for_fsdp": "--float8.precompute_float8_dynamic_scale_for_fsdp = true: needs float8.enable_fsdp_float8_all_gather; set it to false",

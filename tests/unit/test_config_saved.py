@@ -10,7 +10,7 @@ import pytest
 import models.llama
 from configs.errors import ConfigError
 from configs.load import load, section_types
-from configs.saved import FILE_NAME, check_saved, save, to_toml
+from configs.saved import FILE_NAME, check_saved, save, to_toml, what_groups_share
 from configs.schema import RunConfig
 from training.optimizer import ParameterGroup
 
@@ -181,6 +181,23 @@ def test_what_may_never_change(tmp_path: Path, allow: str, message: str) -> None
 def test_what_leaves_the_run_the_same_may_change(tmp_path: Path, changed: str) -> None:
     save(configure(tmp_path), tmp_path / "run")
     check_saved(configure(tmp_path, changed), tmp_path / "run")
+
+
+@pytest.mark.parametrize(
+    ("changed", "is_shared"),
+    [
+        ("--lr_scheduler.total_steps=40", True),
+        ("--optimizer.implementation=foreach", True),
+        ("--optimizer.lr=1", True),
+        ("--parallelism.tensor_parallel_degree=2", True),
+        ("--training.steps=40", True),
+        ("--metrics.log_freq=1", False),
+        ("--training.gc_freq=1", False),
+    ],
+)
+def test_groups_share_what_their_weights_depend_on(tmp_path: Path, changed: str, is_shared: bool) -> None:
+    differs = what_groups_share(configure(tmp_path, changed)) != what_groups_share(configure(tmp_path))
+    assert differs == is_shared
 
 
 def test_the_local_batch_only_matters_where_it_makes_the_step(tmp_path: Path) -> None:

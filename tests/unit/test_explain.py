@@ -215,7 +215,7 @@ def build(config, **sizes):
     (tmp_path / "run.toml").write_text('[model]\nname = "fork"\nvocab_size = 300\n')
     assert main([str(tmp_path / "run.toml"), "--explain"]) == 2
     [line] = capsys.readouterr().err.splitlines()
-    assert line.startswith(f'pharos: model.name = "fork": {WRONG_MODELS[method]}')
+    assert line.startswith(f'pharos: {tmp_path}/run.toml:2: model.name = "fork": {WRONG_MODELS[method]}')
 
 
 def test_ranks_come_from_the_launcher_or_the_degrees(monkeypatch):

@@ -12,7 +12,7 @@ from training.loss import describe_nonfinite
 
 
 def test_nothing_is_said_of_what_is_finite() -> None:
-    assert describe_nonfinite(0, 5, [(0, (0, 1), 3.5)], {"weight": torch.ones(2), "frozen": None}) == ""
+    assert describe_nonfinite(0, [(0, (0, 1), 3.5)], {"weight": torch.ones(2), "frozen": None}) == ""
 
 
 def test_the_loss_names_slot_and_positions() -> None:
@@ -22,8 +22,8 @@ def test_the_loss_names_slot_and_positions() -> None:
         (200, (207,), math.inf),
         (200, (1, 5), math.nan),
     ]
-    assert describe_nonfinite(3, 12, losses, {}) == (
-        "step 12 not applied, rank 3: loss nan at slot 96, positions 100-103; loss inf at slot 200, position 207; "
+    assert describe_nonfinite(3, losses, {}) == (
+        "rank 3: loss nan at slot 96, positions 100-103; loss inf at slot 200, position 207; "
         "loss nan at slot 200, positions 1, 5"
     )
 
@@ -34,19 +34,19 @@ def test_the_gradient_names_its_parameter_and_the_text_it_came_from() -> None:
         "layers.0.attention.wq.weight": torch.ones(3),
         "norm.weight": torch.tensor([math.inf, 2.0]),
     }
-    assert describe_nonfinite(0, 7, [(8, range(8, 12), 3.5)], gradients) == (
-        "step 7 not applied, rank 0: gradient of tok_embeddings.weight (3 of 4 values: nan and inf); "
+    assert describe_nonfinite(0, [(8, range(8, 12), 3.5)], gradients) == (
+        "rank 0: gradient of tok_embeddings.weight (3 of 4 values: nan and inf); "
         "gradient of norm.weight (1 of 2 values: inf); its losses are finite (positions 8-11)"
     )
 
 
 def test_a_stream_has_no_positions() -> None:
-    assert describe_nonfinite(0, 2, [(8, (), math.nan)], {}).endswith("nan at slot 8, in a stream, without positions")
+    assert describe_nonfinite(0, [(8, (), math.nan)], {}).endswith("nan at slot 8, in a stream, without positions")
 
 
 def test_a_long_list_is_counted_instead() -> None:
     gradients = {f"layers.{n}.w": torch.tensor([math.nan]) for n in range(10)}
-    text = describe_nonfinite(0, 7, [(n, (n,), math.nan) for n in range(4)], gradients)
+    text = describe_nonfinite(0, [(n, (n,), math.nan) for n in range(4)], gradients)
     assert "loss nan at slot 2, position 2; 1 more microbatches; gradient of layers.0.w" in text
     assert text.endswith("gradient of layers.2.w (1 of 1 values: nan); 7 more parameters")
 

@@ -22,12 +22,12 @@ from textwrap import wrap
 
 import torch
 
-from configs.check import check_settings, gradient_device_type
+from configs.check import check_model, check_settings, gradient_device_type
 from configs.load import load
 from configs.schema import RunConfig, model_module
 from ft.config import Environment
 from ft.memory import memory
-from models.contract import check_contract, fault, model_line
+from models.contract import fault, model_line
 from parallelisms.device import DEVICE_TRAITS, Device
 from parallelisms.execution import choose_precision
 from parallelisms.mesh import AXES, DP_SHARD_CP, EFSDP, EP, ParallelDims, ParallelismConfig, degrees
@@ -74,7 +74,8 @@ def main(argv: Sequence[str]) -> int:
         except Exception as error:
             if not model_line(error):
                 raise
-            print(f"pharos: {fault(error, config.model.name, 'a simulated step')}", file=sys.stderr)
+            problem = fault(error, config.model.name, "a simulated step")
+            print(f"pharos: {config.origin.explain(str(problem))}", file=sys.stderr)
             return 2
     print(report, end="")
     return 0
@@ -126,11 +127,11 @@ def job_of(config: RunConfig, *, world_size: int, device: str) -> ExplainedJob:
     vocab_size = model.vocab_size or build_tokenizer(model.tokenizer_path).vocab_size
     build = partial(model_module(model.name).build, model, vocab_size=vocab_size, max_seq_len=training.seq_len)
     whole = config.meta_model(vocab_size)
-    check_contract(whole, model.name)
+    check_model(config, whole, world_size=world_size)
     try:  # the simulation leaves out the values: here the names are visited
         whole.init_weights(training.seed)
     except Exception as error:
-        raise fault(error, model.name, "init_weights") from error
+        raise ValueError(config.origin.explain(str(fault(error, model.name, "init_weights")))) from error
     size = sum(p.numel() for p in whole.parameters())
     device_type: DeviceType = "cpu"
     if device == "cuda" or (not device and (torch.cuda.is_available() or size >= LARGE)):
@@ -204,10 +205,10 @@ def _batch(job: ExplainedJob) -> Iterator[str]:
 def _dtypes(job: ExplainedJob) -> Iterator[str]:
     precision = job.layout.precision
     rows = {
-        "parameters in the optimizer, its state": precision.master,
+        "parameters in the optimizer, its state, gradients": precision.master,
         "gathered weights, matmuls, activations, communication of tp, cp and pp": precision.compute,
         "inside norms, rotary embedding, softmax and loss": torch.float32,
-        "reduction of gradients over ranks and microbatches": precision.reduce,
+        "reduction of gradients over ranks": precision.reduce,
     }
     yield from _table((what, str(dtype).removeprefix("torch.")) for what, dtype in rows.items())
 
