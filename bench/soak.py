@@ -110,7 +110,7 @@ def group_process(name: str, lighthouse: str, folder: Path, talk: Any) -> None:
 
         def cut(self) -> int:
             """Breaks all connections to other groups, like a network failure. Returns how many."""
-            generation = self.manager.group._generation
+            generation = self.manager.process_group._generation
             engine: Any = generation and generation.engine
             return sockets.shutdown_matching(local=engine.local, remote=engine.remote) if engine else 0
 

@@ -26,7 +26,8 @@ log = logging.getLogger("pharos.manager")
 
 class Agreement:
     """Commit votes of one replica group. `process_group`: a gloo one of all its ranks, in the order of group_rank, used for nothing else.
-    All ranks make the same calls. Its timeout must exceed every wait for other replica groups: a rank waits here while others do so."""
+    All ranks make the same calls. The process group's timeout must exceed every wait for other replica groups:
+    a rank waits here while others do so."""
 
     whole_vote_s = 2.0  # timeout of rank 0's vote for all ranks, which wait in the broadcast meanwhile
 

@@ -115,7 +115,9 @@ class FaultTolerance:
         "action of a group whose weights differ from those of most others: fetch theirs, or end with exit code 1 (a faulty "
         "machine stays faulty); without a majority, as with two groups, all end and resume from the newest checkpoint",
     ] = "heal"
-    max_retries: Annotated[int, "consecutive failed attempts after which a group stops; -1: no limit", ">= -1"] = -1
+    max_retries: Annotated[
+        int, "failed attempts in a row that a group survives; one more ends it; -1: no limit", ">= -1"
+    ] = -1
     # Each timeout, except stall_s, must be below the next one (heal_grace_s may equal takeover_s, and takeover_s collective_s).
     beat_s: Annotated[float, "seconds between two heartbeats of a group", "> 0"] = 1.0
     heartbeat_timeout_s: Annotated[

@@ -2,7 +2,7 @@
 
     gradients = Gradients()
     gradients.attach(model.parameters())
-    gradients.begin_attempt(group, participants=3)      # a process group is formed: an attempt begins
+    gradients.begin_attempt(process_group, participants=3)      # a process group is formed: an attempt begins
     with gradients.last_backward():
         loss.backward()                                 # hooks launch what is complete while the backward goes on
     gradients.launch_remaining(tail)                    # the rest, with the tail
@@ -10,7 +10,7 @@
         tail = gradients.wait()
         gradients.deliver()                             # .grad of every parameter is the sum
     except ProcessGroupError as error:                  # this group's own gradients are still kept
-        group.abandon(str(error), then=gradients.abandon())
+        process_group.abandon(str(error), then=gradients.abandon())
         ...                                             # form a new one, begin_attempt, launch_remaining, wait
 
 The *tail* is the last elements of the last bucket: numbers of the step, such as tokens per slot and loss (protocol/step.py).
@@ -66,7 +66,7 @@ from ft.user_sums import ManagedAllreduce
 class _Attempt:
     """One try to reduce a step's gradients, on one generation of the process group."""
 
-    group: dist.ProcessGroup
+    process_group: dist.ProcessGroup
     participants: int
     contributes: bool
     buffers: GradBuffers
@@ -196,7 +196,7 @@ class Gradients:
     # ------------------------------------------------------------------------------------------------ an attempt
 
     def begin_attempt(
-        self, group: dist.ProcessGroup, participants: int, *, contributes: bool = True, step: int = 0
+        self, process_group: dist.ProcessGroup, participants: int, *, contributes: bool = True, step: int = 0
     ) -> None:
         """Begins an attempt on a process group that has formed. `participants`: divisor of means. contributes=False: this group sends only
         zeros. `step`: unused here; FragmentGradients chooses the fragment by it. An earlier attempt must be complete or abandoned."""
@@ -212,7 +212,7 @@ class Gradients:
                     self._delivered = None
             buffers = self._free_sets.popleft() if self._free_sets else self._make_set()
             missing = [len(bucket.members) for bucket in self._layout.buckets]
-            self._attempt = _Attempt(group, participants, contributes, buffers, missing)
+            self._attempt = _Attempt(process_group, participants, contributes, buffers, missing)
 
     def begin_backward(self, slot_indices: Sequence[int] = (0,)) -> None:
         """Prepares the backwards of a step: their gradients are added to those that an earlier attempt has kept. `slot_indices`, with
@@ -293,7 +293,7 @@ class Gradients:
                 raise RuntimeError(step.problem)
             attempt.tail = last[start:]
             attempt.tail.copy_(torch.tensor(tail, dtype=torch.float32), non_blocking=True)
-            attempt.works.append((attempt.queue or attempt.group).allreduce([last]))
+            attempt.works.append((attempt.queue or attempt.process_group).allreduce([last]))
             step.is_kept = step.is_kept or (self._keep and not zeros)
 
     def wait(self) -> tuple[float, ...]:
@@ -554,7 +554,7 @@ class Gradients:
         else:
             if zeros and not bucket.in_place:
                 memory.zero_()
-            work = (attempt.queue or attempt.group).allreduce([memory])
+            work = (attempt.queue or attempt.process_group).allreduce([memory])
         attempt.works.append(work)
         attempt.launched += 1
 
@@ -566,12 +566,12 @@ class Gradients:
         self, attempt: _Attempt, user_allreduce: ManagedAllreduce, *, after_buckets: bool
     ) -> None:
         if user_allreduce.after_buckets == after_buckets and not user_allreduce.launched:
-            via = self._queue(attempt) if user_allreduce.quantized else attempt.queue or attempt.group
+            via = self._queue(attempt) if user_allreduce.quantized else attempt.queue or attempt.process_group
             attempt.works.append(user_allreduce.launch(via, attempt.participants, contributes=attempt.contributes))
 
     def _queue(self, attempt: _Attempt) -> CollectiveQueue:
         if attempt.queue is None:
-            attempt.queue = CollectiveQueue(attempt.group, shared=self._shared)
+            attempt.queue = CollectiveQueue(attempt.process_group, shared=self._shared)
         return attempt.queue
 
     def _end_step(self) -> _Attempt:

@@ -1,4 +1,4 @@
-"""A rank's part in healing: offers its state to joiners (replica groups that heal from its own), or fetches the reference state.
+"""A rank's part in healing: offers its state to joiners (ranks of groups that heal from this one), or fetches the reference state.
 
 The Manager carries out Configure, Fence, LoadState and DropHeld with this, over a transport (ft/healing).
 """

@@ -71,7 +71,7 @@ PHASE_OF: dict[type[m.Effect], str] = {  # effects whose time counts as a phase 
 TICK_S = 0.5  # between two Ticks of a wait
 MISMATCHED_KEPT = 64  # most members with a different fingerprint that are remembered
 PROBE_FRACTION = 0.6  # share of heartbeat_timeout_s after which a peer that answers no probe is unreachable; the rest is the probe's delay
-CLOSE_S = 1.0  # longest wait of `close` for process groups to end, which takes milliseconds, or gloo's timeout (gloo.form_gloo)
+CLOSE_S = 1.0  # longest wait of `close` for process groups to end, which takes milliseconds if no thread of gloo is stuck (gloo.form_gloo)
 log = logging.getLogger("pharos.manager")
 
 AttemptId = tuple[int, int, int]  # quorum_id, attempt, step
@@ -80,12 +80,13 @@ TrainerEffect = m.Compute | m.LaunchRemaining | m.CommitStep  # the trainer comp
 
 @dataclass(frozen=True)
 class ManagerOptions(StepConfig):
-    """Settings of a Manager and its machine; group_rank, every_step and heal_grace_s are taken from its ReplicaGroupConfig instead."""
+    """Settings of a Manager and its machine; group_rank, every_step and heal_grace_s are taken from its ReplicaGroupConfig instead, and
+    restores from its `restore`."""
 
     init_sync: bool = True
     slot_size: int = 1  # sequences of a slot, the batch of one group
     inner_steps: int = 1  # optimizer steps from one commit to the next (semi_sync_manager.py)
-    slots_per_step: int = 0  # slots of each step; 0: one for each group
+    slots_per_step: int = 0  # slots of each step; 0: one for each participant
     skip_ranges: tuple[tuple[int, int], ...] = ()  # positions that are not trained on (Ledger)
     deterministic_reduce: bool = False  # bits do not depend on the group that computes a slot; needs slots_per_step
     heal_transport: Literal["http", "pg"] = "http"  # unless the Manager is given a transport
@@ -98,17 +99,18 @@ class ManagerOptions(StepConfig):
 class Manager:
     """The Seam (seam.py) of one rank of a job with several replica groups.
 
-    `group`: process group of this rank and the same rank of the other replica groups; configured and closed here. `store`: the store of
+    `process_group`: that of this rank and the same rank of the other replica groups; configured and closed here. `store`: the store of
     this replica group, if it has several ranks. `restore`: loads the newest valid checkpoint, if any, and with it this Manager's state
     (load_state_dict). `agreement`: decides on commits among the ranks of this group, if there are several; without it each rank votes on
     each step at the group server. `phase_timer`, `on_event`: receive durations and events (telemetry.py). `observer`: receives every event
     of the machine with its effects. `connect`: connects to the group server. `machine`, `client` and `closed` may be read from any thread.
 
-    Raises OSError if the group server does not start."""
+    Raises OSError (the group server does not start), ValueError (the access token, or a lighthouse of torchft without every_step),
+    RuntimeError (several ranks without `store`)."""
 
     def __init__(
         self,
-        group: ProcessGroup,
+        process_group: ProcessGroup,
         config: ReplicaGroupConfig,
         options: ManagerOptions,
         *,
@@ -123,7 +125,7 @@ class Manager:
         observer: Observer | None = None,
         connect: Callable[[str, int, Access], GroupClient] = GroupClient,
     ) -> None:
-        self.group, self._config, self._options = group, config, options
+        self.process_group, self._config, self._options = process_group, config, options
         self._fingerprint, self._restore, self._agreement, self._observer = fingerprint, restore, agreement, observer
         self._telemetry = ManagerTelemetry(
             config.group_rank,
@@ -136,7 +138,7 @@ class Manager:
         )
         self.gradients = gradients or Gradients(
             keep=options.keep_gradients,
-            shared=group.IN_CHILD,
+            shared=process_group.IN_CHILD,
             slots=options.slots_per_step if options.deterministic_reduce else 0,
         )
         self.slot_size = options.slot_size
@@ -157,7 +159,9 @@ class Manager:
         self.closed = threading.Event()
         self.client = connect(self.membership.address, config.group_rank, config.access)
         self.want_to_leave = self.client.want_to_leave
-        self.step = 0  # step of the trainer's state; the machine may be ahead by held steps
+        self.step = (
+            0  # commits in the trainer's state (rounds with inner_steps > 1); the machine may be ahead by held steps
+        )
         self.commit_id = ""  # commit ID of that state: equal IDs, the same history
         self.quorum: m.QuorumResult | None = None  # the newest quorum, as this rank has it
         self._launched = 0  # attempts that were launched in the newest quorum
@@ -192,7 +196,7 @@ class Manager:
         self._error: BaseException | None = None  # error of another thread, to be raised in the trainer's
         # the machine takes its state from HealEnded
         self.state.register_state(MACHINE, self.machine.state_dict, lambda state: None)
-        self._prober.start(lambda: group.waits_since_s, self._on_unreachable)
+        self._prober.start(lambda: process_group.waits_since_s, self._on_unreachable)
         self.client.watch(self._on_notice, self._ended, pid=None if options.dies_with_group else 0)
 
         def reported(status: Status) -> object:  # heal progress, the attempt that is waited for, unreachable members
@@ -384,7 +388,7 @@ class Manager:
         self._prober.close()
         self.healer.close()
         with suppress(MustExit):
-            self.group.shutdown(CLOSE_S)
+            self.process_group.shutdown(CLOSE_S)
         self.gradients.close()  # its hooks on parameters that are still in use would keep its buffers alive
         if self.membership.server:
             self.membership.server.close()
@@ -404,7 +408,7 @@ class Manager:
         for effect in out.effects:
             if isinstance(effect, m.InterruptCollectives):  # it may name a generation that has not formed yet
                 self._interrupted_quorum = max(self._interrupted_quorum, effect.quorum_id)
-                self.group.interrupt(effect.reason, effect.quorum_id)
+                self.process_group.interrupt(effect.reason, effect.quorum_id)
 
     def _feed_from_thread(self, event: m.Event) -> None:
         """Feeds the machine from a thread other than the trainer's, where errors are raised."""
@@ -476,7 +480,7 @@ class Manager:
                         self._telemetry.failed(machine.reason)
                         free = self.gradients.abandon() if self._attempt_id else None
                         self._attempt_id = None
-                        self.group.abandon(f"quorum {quorum_id} failed", then=free)
+                        self.process_group.abandon(f"quorum {quorum_id} failed", then=free)
                     case m.DropGradients():
                         self._drop_gradients()
                     case m.WeightsDiffer():
@@ -507,7 +511,7 @@ class Manager:
 
     def _request_quorum(self, call: m.RankCall) -> m.Event | None:
         self.gradients.prepare()
-        self.group.prepare()
+        self.process_group.prepare()
         member = replace(
             call.member,
             shrink_only=self.shrink_only,
@@ -543,7 +547,7 @@ class Manager:
         event: m.Event | None = m.Configured(quorum.quorum_id, ok=True)
         if not quorum.same_generation:
             self._launched = 0
-            self.group.configure(
+            self.process_group.configure(
                 f"{quorum.store_address}/{quorum.epoch}/{quorum.quorum_id}/{self._config.group_rank}",
                 quorum.replica_rank,
                 len(quorum.members),
@@ -574,7 +578,7 @@ class Manager:
 
     def _wait_formed(self, quorum: m.QuorumResult) -> m.Configured:
         try:
-            self.group.wait_formed()
+            self.process_group.wait_formed()
         except RendezvousFailed as error:
             if error.mismatched:
                 self._exclude_mismatched(quorum, {quorum.members[rank] for rank in error.mismatched}, str(error))
@@ -629,13 +633,15 @@ class Manager:
         if quorum is not None and set(members) <= set(quorum.members):
             why = f"{' and '.join(members)} cannot be reached"
             log.warning("%s", why)
-            self.group.interrupt(why, quorum.quorum_id)
+            self.process_group.interrupt(why, quorum.quorum_id)
 
     def _begin_attempt(self, attempt: AttemptId, *, contributes: bool = True) -> None:
         assert self.quorum is not None
         if self._attempt_id != attempt:  # an earlier one on this generation, if any, is complete and not committed
             count = len(self.quorum.participants)
-            self.gradients.begin_attempt(self.group, count, contributes=contributes, step=attempt[2] % STEPS_PER_BRANCH)
+            self.gradients.begin_attempt(
+                self.process_group, count, contributes=contributes, step=attempt[2] % STEPS_PER_BRANCH
+            )
             self._attempt_id = attempt
 
     def _launch_when_healed(self, effect: m.LaunchRemaining) -> m.Event | None:
@@ -747,7 +753,7 @@ class Manager:
             log.error("this rank ends: %s", why)
             if self.quorum is not None:
                 self.healer.end_offer(self.quorum.quorum_id, why)
-            self.group.interrupt(why)
+            self.process_group.interrupt(why)
             self._fail(GroupEnded(why))
 
     def _report(self, metrics: dict[str, float], status: Status) -> None:

@@ -34,7 +34,7 @@ class ReplicaGroupConfig:
     times: Timeouts
     restart_count: int = 0  # TORCHELASTIC_RESTART_COUNT
     max_active_groups: int | None = None  # most groups that are assigned slots; None: no limit
-    retries: int | None = None  # failed lighthouse calls that are repeated; None: no limit
+    retries: int | None = None  # failed lighthouse calls that are repeated; None or -1: no limit
     every_step: bool = False  # request a quorum before each step; required by torchft's lighthouse
     port: int = 0  # port of the group server; 0: any free one
     contact_s: float = 60.0  # longest wait for a lighthouse that does not answer

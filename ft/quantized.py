@@ -53,9 +53,9 @@ class CollectiveQueue:
 
     A wait ends no later than one on the process group: to abandon that ends the works, too. `shared`: a child maps the messages."""
 
-    def __init__(self, group: dist.ProcessGroup, *, shared: bool = False) -> None:
-        self._group, self._shared = group, shared
-        self._rank, self._ranks = group.rank(), group.size()
+    def __init__(self, process_group: dist.ProcessGroup, *, shared: bool = False) -> None:
+        self._process_group, self._shared = process_group, shared
+        self._rank, self._ranks = process_group.rank(), process_group.size()
         self._lock = threading.Lock()  # no exchange may start after `close`: the process group may have formed anew
         self._error: Exception | None = None  # first error, with which all later works fail
         self._tasks = queue.SimpleQueue[tuple[GroupWork, torch.device, Any, Callable[[], None]] | None]()
@@ -65,7 +65,7 @@ class CollectiveQueue:
     def allreduce(self, tensors: list[Tensor]) -> GroupWork:
         """Reduces one tensor in place, without quantisation."""
         [tensor] = tensors
-        return self._put(tensor, lambda: self._exchange(lambda: self._group.allreduce([tensor])))
+        return self._put(tensor, lambda: self._exchange(lambda: self._process_group.allreduce([tensor])))
 
     def allreduce_quantized(
         self, tensor: Tensor, feedback: ErrorFeedback | None, *, contributes: bool = True
@@ -146,14 +146,14 @@ class CollectiveQueue:
         sent, received = message(ranks), message(ranks)
         for other in range(ranks):
             quantize(given[other * share : (other + 1) * share], sent[other])  # leaves the rounding errors there
-        self._exchange(lambda: self._group.alltoall_base(received, sent, [], []))
+        self._exchange(lambda: self._process_group.alltoall_base(received, sent, [], []))
         total = torch.zeros(share, BLOCK, device=tensor.device)
         for other in range(ranks):
             dequantize(received[other], total, add=True)
         mine = message(1)
         quantize(total, mine[0])
         given[rank * share : (rank + 1) * share].add_(total)
-        self._exchange(lambda: self._group._allgather_base(received, mine))
+        self._exchange(lambda: self._process_group._allgather_base(received, mine))
         if contributes:
             residuals.append(flat)
             given = torch.empty_like(given)

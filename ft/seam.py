@@ -88,7 +88,11 @@ def from_checkpoint(state: dict[str, Any]) -> dict[str, Any]:
 
 
 class Seam(Protocol):
-    """The trainer's interface to Manager, SemiSyncManager, or SoloManager (no replica groups); each passes tests/unit/test_seam.py."""
+    """The trainer's interface to Manager, SemiSyncManager, or SoloManager (no replica groups). tests/unit/test_seam.py runs the first
+    and the last.
+
+    begin_step, reduce and commit raise Stopped, GroupEnded and GroupReleased; BadInput if the lighthouse or another group refuses this one;
+    and what `restore` (start.open_manager) raises."""
 
     @property
     def step(self) -> int:
@@ -96,7 +100,8 @@ class Seam(Protocol):
         begin_step, reduce or commit."""
 
     def register_state(self, name: str, state_dict: Callable[[], Any], load_state_dict: Callable[[Any], None]) -> None:
-        """Registers a state that joining groups receive from the others, read and written at step boundaries. Each name only once."""
+        """Registers a state that joining groups receive from the others, read and written at step boundaries. Each name only once.
+        `state_dict` returns nested dicts and lists of tensors, the same tensors at each call, and of values that JSON can express."""
 
     @property
     def writer_quorum(self) -> tuple[str, int] | None:
@@ -126,11 +131,11 @@ class Seam(Protocol):
 
     def commit(self, totals: StepTotals) -> Commit | None:
         """Commits the step; .grad is then the sum over all groups. None: the step has failed; call begin_step again.
-        `totals`: the result of `reduce`; only SoloManager uses it; a Manager decides by the reduced tail, on which its ranks vote. Raises
-        Stopped, GroupEnded and GroupReleased, as `reduce` and `begin_step` do."""
+        `totals`: the result of `reduce`; only SoloManager uses it; a Manager decides by the reduced tail, on which its ranks vote."""
 
     def skip(self, slots: Sequence[int]) -> None:
-        """Records that the newest commit was not applied, as all groups have decided alike: `slots`, its own, are skipped for good."""
+        """Records that the newest commit was not applied, as all groups have decided alike. `slots`: all slots of that commit, of every
+        group; they are skipped for good."""
 
     def rewind(self, reason: str, load: Callable[[], object]) -> None:
         """Goes back to a checkpoint instead of applying the newest commit, a spike, as all groups have decided alike, and begins the next
@@ -145,13 +150,15 @@ class Seam(Protocol):
         """Shows a message on the dashboard, if there is one, in a lane of rpc.codec.LANES. From any thread; it may get lost."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns step and ledger for a checkpoint, in the same form in all managers. load_state_dict ignores its open assignment."""
+        """Returns step and ledger for a checkpoint, in the same form in all managers. load_state_dict ignores the open assignment in the
+        ledger."""
 
     def load_state_dict(self, state: dict[str, Any]) -> None: ...  # takes its result; ValueError if it does not fit
 
     @property
     def loaded_ledger(self) -> Mapping[str, Any]:
-        """Ledger (Ledger.state_dict) of the checkpoint that was loaded last, to be read right after; without keys if there was none."""
+        """Ledger (Ledger.state_dict) of the checkpoint that was loaded last, to be read right after; if there was none, without keys
+        or, of a SoloManager, the initial one."""
 
     @property
     def last_waiting_for_others_s(self) -> float:

@@ -52,7 +52,7 @@ class SoloManager:
         divisor, assignment = sum(totals.tokens_per_slot), self._ledger.assignment
         slots = tuple(assignment)
         if not totals.ok:
-            raise Stopped(f"step {self.step + 1}: the loss is not a number", slots)
+            raise Stopped(f"step {self.step + 1}: the loss is NaN or infinite", slots)
         if divisor == 0:
             named = ", ".join(map(str, slots))
             raise Stopped(f"step {self.step + 1}: none of the sequences from {named} on has a target to learn", slots)
@@ -69,10 +69,8 @@ class SoloManager:
 
     def rewind(self, reason: str, load: Callable[[], object]) -> None:
         spiked, step = self._ledger.state_dict(), self.step
-        self.step, self._ledger = (
-            0,
-            Ledger(self._ledger.slot_size, skip_ranges=self._skip_ranges),
-        )  # unless `load` loads a state
+        # unless `load` loads a state
+        self.step, self._ledger = 0, Ledger(self._ledger.slot_size, skip_ranges=self._skip_ranges)
         load()
         self._ledger.rewind(spiked, self.step, step, reason)
         self.may_exit = self._leaves
@@ -121,10 +119,11 @@ def open_manager(
     phase_timer: PhaseTimer | None = None,
     on_event: OnEvent = ignore_event,
 ) -> Seam:
-    """Makes the Seam of a run. `slot_size`: sequences of a group's batch. `skip_ranges`: see Ledger. `folder`, `store`: the replica
-    group's own. `device_type`: its gradients'. `fingerprint`: digests by name, equal in all groups. `agreement`: of this group's ranks, if
-    there are several. `long_phase_s`: see ManagerTelemetry. `restore`: loads the newest valid checkpoint, and the manager's state.
-    `phase_timer`, `on_event`: see telemetry.py. Raises ValueError (settings, token), OSError (no lighthouse, no group server)."""
+    """Makes the Seam of a run. `slot_size`: sequences of a group's batch. `skip_ranges`: see Ledger. `folder`: for the diary of a drill.
+    `store`: the replica group's own. `device_type`: its gradients'. `fingerprint`: digests by name, equal in all groups. `agreement`: of
+    this group's ranks, if there are several. `long_phase_s`: see ManagerTelemetry. `restore`: loads the newest valid checkpoint, and the
+    manager's state. `phase_timer`, `on_event`: see telemetry.py. Raises ValueError (settings, token), OSError (no lighthouse, no group
+    server)."""
     if not settings.enable:
         return SoloManager(slot_size, skip_ranges)
     # imported here, because training without groups needs neither grpc nor threads
@@ -168,10 +167,12 @@ def open_manager(
     )
     fingerprint = (*fingerprint, ("fault_tolerance.slots_per_step", str(slots_per_step)))
     make: Callable[..., Manager] = partial(RecordingManager, folder) if environment.drill else Manager
-    group, semi_sync = make_process_group(settings, device_type), settings.semi_sync_method != "none"
-    gradients = FragmentGradients(shared=group.IN_CHILD, quantized=settings.should_quantize) if semi_sync else None
+    process_group, semi_sync = make_process_group(settings, device_type), settings.semi_sync_method != "none"
+    gradients = (
+        FragmentGradients(shared=process_group.IN_CHILD, quantized=settings.should_quantize) if semi_sync else None
+    )
     given = dict(store=store, agreement=agreement, restore=restore, phase_timer=phase_timer, on_event=on_event)
-    manager = make(group, config, options, fingerprint=fingerprint, gradients=gradients, **given)
+    manager = make(process_group, config, options, fingerprint=fingerprint, gradients=gradients, **given)
     outer: OuterOptimizer = (
         partial(SGD, lr=settings.outer_lr, momentum=settings.outer_momentum, nesterov=settings.outer_nesterov)
         if settings.semi_sync_method == "diloco"

@@ -74,7 +74,7 @@ class Manager:
     `pg`: process group to the other replica groups; configured and closed here. `load_state_dict`, `state_dict`: load and return the state
     that a joining group receives. `min_replica_size`: fewest groups that commit a step. `replica_id`: this group's name, by default
     REPLICA_GROUP_ID. `rank`, `world_size`, `store_addr`, `store_port`: those of this group, by default the launcher's. `lighthouse_addr`:
-    by default TORCHFT_LIGHTHOUSE. `max_retries`: consecutive attempts that may fail. `init_sync`: at step 0 all take the state of one.
+    by default TORCHFT_LIGHTHOUSE. `max_retries`: attempts in a row that may fail. `init_sync`: at step 0 all take the state of one.
     `checkpoint_transport`: an HTTPTransport (the default) or PGTransport, equal in all groups, or a healing.transport.Transport.
 
     `quorum_timeout`: longest wait of start_quorum; None: no limit. `timeout`: longest reduction, at least stall_s (60 s): it is only a
@@ -83,8 +83,8 @@ class Manager:
     Not in torchft: `interface` (addresses.advertised), `every_step` (request a quorum before each step, which torchft's lighthouse
     requires), `insecure` (serve other machines without a token), `dies_with_group` and `observer` (see ft/manager.py).
 
-    Raises ValueError (arguments, variables), ConnectionError (no lighthouse), RuntimeError (no group server). start_quorum, backward and
-    should_commit raise Stopped and GroupEnded (seam.py); after any other failure should_commit returns False.
+    Raises ValueError (arguments, variables), OSError (no lighthouse, no group server). start_quorum, backward and should_commit raise
+    Stopped, GroupEnded and BadInput (seam.py); after any other failure should_commit returns False.
     """
 
     def __init__(

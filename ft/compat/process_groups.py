@@ -107,7 +107,7 @@ class ManagedProcessGroup(ProcessGroup):
 
     def launch(self, operation: Operation) -> dist.Work:
         if operation.method != "allreduce":
-            return self._manager.core.group.launch(operation)
+            return self._manager.core.process_group.launch(operation)
         [tensor] = operation.inputs()
         op = getattr(dist.ReduceOp, operation.settings["reduceOp"])
         return self._manager.allreduce(tensor, reduce_op=op, repeat=False)

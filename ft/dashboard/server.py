@@ -66,7 +66,7 @@ TAKEOVER = "takeover"  # an order to the lighthouse itself: replica_id is ""
 log = logging.getLogger("pharos.lighthouse")
 # field of Report -> name and help of its gauge, which has the label `replica`
 METRICS = {
-    "step": ("pharos_step", "Committed optimizer steps, -1 while healing"),
+    "step": ("pharos_step", "Committed steps of the branch (semi-sync: rounds), -1 while healing"),
     "median_step_s": ("pharos_step_seconds", "Median duration of a step"),
     "healed_bytes": ("pharos_healed_bytes", "Bytes received from other groups since the process started"),
     "goodput_s": ("pharos_goodput_seconds", "Time spent in steps that were committed"),
@@ -298,5 +298,6 @@ class _Collector:
         for field, (name, text) in METRICS.items():
             family = GaugeMetricFamily(name, text, labels=["replica"])
             for replica_id, report in service.reports.items():
-                family.add_metric([replica_id], getattr(report, field))
+                value = getattr(report, field)
+                family.add_metric([replica_id], m.step_of(value) if field == "step" else value)
             yield family

@@ -6,11 +6,11 @@ Design choices:
 - A verdict `failed` decides at once. `retry` waits for all votes, since any of them may be `failed`.
 - If the ranks of one group report different states, that is a fault which healing must not hide: the group ends and is restarted.
 - When the lighthouse cannot be reached and no retries are left, the requests of all waiting ranks fail. By default retries have no limit:
-  a restart of the lighthouse ends no group, and each rank's own deadline (RankCancelled) bounds the wait.
+  a restart of the lighthouse ends no group. A rank whose quorum_s is set gives up by itself (RankCancelled).
 - A commit is held back while the lighthouse is silent for too long, and fails when a notice says that the others continued without it.
 - A group waits for others (and reports it to them each second) when all its ranks do: they have requested a quorum, or voted on a commit
-  that is held back, or are in the all-reduce with other groups or past it. If a rank is then asked to leave, the group ends its wait after
-  LEAVE_BEATS heartbeats, and releases all ranks at their next quorum request, when they have the same state.
+  that is held back, or are in the all-reduce with other groups or past it. If a rank is then asked to leave, the group ends a wait of
+  LEAVE_BEATS heartbeats or more, and releases all ranks at their next quorum request, when they have the same state.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ft.protocol.messages import Effect, Event, Notice, Outcome, Quorum, QuorumR
 
 OUTCOMES_KEPT = 16  # newest outcomes that are remembered; a rank repeats only votes on the newest few
 WAITS_EVERY_S = 1.0  # longest interval between two Waits; to a rank one is valid for three seconds (rpc/clients.py)
-LEAVE_BEATS = 3  # heartbeats for which a group that was asked to leave still waits for other groups
+LEAVE_BEATS = 3  # least length of a wait for other groups, in heartbeats, before a request to leave ends it
 _WORST = {"yes": 0, "retry": 1, "failed": 2}  # the highest of the ranks' verdicts decides
 
 
@@ -36,7 +36,9 @@ class GroupConfig:
     address: str = ""
     store_address: str = ""
     times: m.Timeouts = field(default_factory=m.Timeouts)
-    retries: int | None = None  # retries of a failed request to the lighthouse; None: as long as a rank waits
+    retries: int | None = (
+        None  # retries of a failed request to the lighthouse; None, or -1 as in torchft: as long as a rank waits
+    )
     retry_s: float = 1.0
     max_active_groups: int | None = None  # most groups that are assigned slots, the others are spares; None: all
 
@@ -117,7 +119,7 @@ class GroupMachine:
                 self._refused("ALREADY_EXISTS" if code == "ALREADY_EXISTS" else "INVALID_ARGUMENT", reason)
             case m.LighthouseFailed(why) if self._calling:
                 self._tries += 1
-                if self.config.retries is None or self._tries <= self.config.retries:
+                if self.config.retries in (None, -1) or self._tries <= self.config.retries:
                     self.reason = f"the lighthouse did not answer ({why}); try {self._tries + 1}"
                     self._out.append(m.CallLighthouse(self._calling, self.config.retry_s))
                 else:
@@ -485,7 +487,7 @@ def plan(
     from the same groups, or none does. Raises KeyError if `replica_id` is not in the quorum."""
     me, members = replica_rank(quorum, replica_id), quorum.members
     holders = [members[rank] for rank in quorum.holders]
-    sources = recover_src_replica_ranks(quorum)
+    sources_of = recover_src_replica_ranks(quorum)
     return QuorumResult(
         quorum_id=quorum.quorum_id,
         epoch=quorum.epoch,
@@ -494,10 +496,12 @@ def plan(
         members=quorum.ids,
         store_address=holders[(group_rank + quorum.quorum_id) % len(holders)].store_address,
         reference=quorum.reference,
-        heal=me in sources,
-        sources=tuple(Source(rank, members[rank].address) for rank in sources.get(me, ())),
-        recover_dst_replica_ranks=tuple(rank for rank, from_ranks in sources.items() if me in from_ranks),
-        participants=tuple(x.replica_id for rank, x in enumerate(members) if rank not in sources)[:max_active_groups],
+        heal=me in sources_of,
+        sources=tuple(Source(rank, members[rank].address) for rank in sources_of.get(me, ())),
+        recover_dst_replica_ranks=tuple(rank for rank, from_ranks in sources_of.items() if me in from_ranks),
+        participants=tuple(x.replica_id for rank, x in enumerate(members) if rank not in sources_of)[
+            :max_active_groups
+        ],
         assigned=holders[0].assigned if len({x.assignment_id for x in holders}) == 1 else 0,
         same_generation=same_generation,
         handles=tuple(

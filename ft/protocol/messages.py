@@ -28,7 +28,7 @@ VOID = -1  # step of a group without a complete state: it heals, or waits for an
 # 0 the number is the step itself. Trainers, logs and pages show s, and b where it is not 0. Legal steps (rules.MAX_STEP; int64 in
 # pharos.proto) leave room for 1,024 branches.
 STEPS_PER_BRANCH, MAX_BRANCH = 1 << 30, 1023
-UNABLE = -1.0  # tokens of a slot in the tail whose group cannot contribute (no valid token, NaN, out of memory)
+UNABLE = -1.0  # tokens of a slot in the tail whose group cannot contribute (no valid token, NaN or Inf)
 
 Kind = Literal["pharos", "torchft"]  # protocol of a member, and with it the quorum rules that apply
 RefusalCode = Literal["INVALID_ARGUMENT", "ALREADY_EXISTS", "FAILED_PRECONDITION", "LOST"]
@@ -46,10 +46,10 @@ class Member:
 
     replica_id: str  # "name:unique"; the name is REPLICA_GROUP_ID, the unique part differs for each incarnation
     address: str = ""  # of the group server, http://host:port
-    store_address: str = ""  # of the group's TCPStore, host:port
+    store_address: str = ""  # of the store for rendezvous that the group serves, host:port
     step: int = 0  # newest committed step; VOID: no complete state
     world_size: int = 1  # number of ranks of the group
-    shrink_only: bool = False
+    shrink_only: bool = False  # True: the next quorum gets no new members
     data: str = ""  # JSON that the user passes to all members
     # torchft: failed steps since the last commit; Pharos: 1 if the generation has failed; above 0: the next quorum gets a new id
     commit_failures: int = 0
@@ -612,7 +612,7 @@ class Computed(Event):
 
     tokens: tuple[float, ...] = ()  # valid tokens of each of Compute.slots
     loss_sum: float = 0.0
-    able: bool = True  # False: NaN or Inf, or out of memory; zeros are reduced in place of the gradients
+    able: bool = True  # False: the loss is NaN or Inf; zeros are reduced in place of the gradients
     kept: bool = True  # False: the gradients can be sent once only; a failed attempt drops its assignment, as without keep_gradients
 
 
@@ -686,7 +686,7 @@ class AskQuorum(Effect):
 class Configure(Effect):
     """Build the process group between groups for quorum.quorum_id (quorum.same_generation: keep it), offer the state to
     quorum.recover_dst_replica_ranks, begin to fetch it if quorum.heal; then feed back Configured. The state must not change while it is
-    captured. Store keys contain job, epoch, quorum_id and group_rank."""
+    captured. Store keys contain epoch, quorum_id and group_rank."""
 
     quorum: QuorumResult
     attempt: int
@@ -695,7 +695,7 @@ class Configure(Effect):
 class Compute(Effect):
     """Run forward and backward on these slots; feed back Computed. Buckets may be launched when ready, the last with LaunchRemaining."""
 
-    step: int
+    step: int  # steps before this one
     slots: tuple[int, ...]
     attempt: int
 
@@ -705,7 +705,7 @@ class LaunchRemaining(Effect):
 
     quorum_id: int
     attempt: int
-    step: int
+    step: int  # as in Compute
     tail: tuple[float, ...]
     zeros: bool = False  # True: all buckets are filled with zeros
     digest_at: int = 0  # index in the tail at which the driver inserts the digest of this rank's weights; 0: no digest

@@ -10,8 +10,9 @@
 The *tail* is the end of the last gradient bucket: token counts, loss and flags, all-reduced with the gradients. A healing replica group
 passes through the same phases and contributes zeros. It holds the reduced gradients of each step until its state has arrived; with
 heal_backlog steps held it waits (AWAITING_STATE). All ranks of a group take the same branches, since each depends on an answer of the group
-(a QuorumResult, an Outcome) or on the tail. A notice ends a wait and decides nothing (except in AWAITING_STATE, where the generation
-fails): forward and backward are completed, and if the all-reduces have completed too, the vote is as usual; else it is "failed".
+(a QuorumResult, an Outcome) or on the tail. A notice of a loss or an abort ends a wait and decides nothing (except in AWAITING_STATE, where
+the generation fails): forward and backward are completed, and if the all-reduces have completed too, the vote is as usual; else it is
+"failed".
 
 A commit vote that is not yes: `retry` means that all groups saw in the tail that one of them could not contribute, and they repeat the
 attempt on the same generation. With `failed` this group ends its generation, the lighthouse notifies the others (GenerationAborted), and
@@ -22,11 +23,12 @@ Design choices:
   of its slots, so every ledger counts the failure, also that of a newly healed group. It has one gradient sum for all its slots: if one
   slot gives NaN or Inf, all are marked. A slot without a valid token beside usable ones is UNABLE at once, and alone.
 - With slots_per_step the slots of a group that died are assigned to the others in the same step, which compute only the added slots.
-- Slots are assigned when the quorum is answered, or already at the commit before it if no change was announced in its tail. So the holders
-  of a state have the same assignment; if not (one has loaded that state from a checkpoint), all drop theirs and make a new one.
-- commit_id depends on the token counts only, which are integers and exact in fp32. The last bits of the loss depend on its position in the
-  bucket, which differs between the ranks of a group.
-- Weights are compared in the step before every digest_interval-th, so that a checkpoint of that step is compared just before it is saved.
+- The slots of a step are assigned at the commit before it, or, if that commit's tail announced a change, when the quorum in between is
+  answered. So the holders of a state have the same assignment; if not (one has loaded that state from a checkpoint), all drop theirs and
+  make a new one.
+- Of the tail only the token counts enter commit_id: they are integers and exact in fp32. The last bits of the loss depend on its place in
+  the bucket, which differs between the ranks of a group.
+- In every digest_interval-th step the weights that it starts from are compared: a checkpoint of that step was compared one update ago.
   One rank of each group sees the difference and reports it as `divergent` in a commit vote that is yes; the group's outcome has it for all
   ranks. The step is committed all the same: the steps before it were reduced with the same wrong weights. A group that has healed is no
   witness before it has been compared. Step 0 has one state only, which is right by definition.
@@ -110,7 +112,7 @@ class Ledger:
     def __init__(self, slot_size: int, slots_per_step: int = 0, skip_ranges: Sequence[tuple[int, int]] = ()) -> None:
         self.slot_size, self._skip_ranges = slot_size, skip_ranges  # slot_size: in sequences
         self.slots_per_step = slots_per_step  # 0: one slot for each participant
-        self.position = 0  # all sequences before this one are committed, except those in holes
+        self.position = 0  # all sequences before this one are committed or left out for good, except those in holes
         self.holes: list[int] = []  # sorted
         self.unable = Counter[int]()  # hole -> number of steps in which it was UNABLE
         # slots that are never trained on: UNABLE too often, or of a step that no group has applied
@@ -239,8 +241,9 @@ class Ledger:
             divisors = [number for number in range(1, old + 1) if old % number == 0]
             nearest = min(divisors, key=lambda number: (abs(number - self.slot_size), number))
             raise ValueError(
-                f"training.local_batch_size: a slot of {self.slot_size} sequences does not divide the {len(holes)} uncommitted slots of "
-                f"{old}; nearest: {nearest} sequences per group"
+                f"training.global_batch_size: a slot of {self.slot_size} sequences does not divide the {len(holes)} uncommitted slots of "
+                f"{old}; nearest: {nearest} sequences per slot (if it is -1: training.local_batch_size times the data-parallel ranks; "
+                "with a semi_sync_method times the steps of a round)"
             )
         self.position = int(state["position"])
         self.holes = sorted(slot + part for slot in holes for part in range(0, old, self.slot_size))
@@ -541,7 +544,7 @@ class StepMachine:
         self._missing = tuple([slot for slot in slots if slot not in self.contribution.tokens])
         if self._missing:
             self.contribution.reported_unable = False  # the new slots have not been reported
-            self.reason = f"step {self._collective_step % STEPS_PER_BRANCH}: slots {self._missing}"
+            self.reason = f"step {self._collective_step % STEPS_PER_BRANCH + 1}: slots {self._missing}"
             self._out.append(m.Compute(self._collective_step, self._missing, self._attempt))
             return
         sends = "the kept gradients again" if slots else "zeros, since this group is assigned no slot"
@@ -922,7 +925,7 @@ class StepMachine:
                 self._fail(self.abort_reason, now_s)
 
     def _stop_for_slots(self, why: str) -> None:
-        self._stop(f"step {describe_step(self._collective_step)}: {why}", tuple(self.ledger.assignment))
+        self._stop(f"step {describe_step(self._collective_step + 1)}: {why}", tuple(self.ledger.assignment))
 
     def _stop(self, why: str, slots: tuple[int, ...] = ()) -> None:
         self.phase, self.reason = Phase.STOPPED, why

@@ -405,7 +405,7 @@ class GroupService:
 
 async def run(settings: Settings, parent: asyncio.Future[None], say: Callable[[str], None]) -> str:
     """Serves until the group ends; returns the reason, "" if it left. `parent` is done when rank 0 is gone; `say` prints a line."""
-    # ft/compat: a group also answers torchft's clients, and its lighthouse may be torchft's. Nothing else in ft/ imports it.
+    # ft/compat: a group also answers torchft's clients, and its lighthouse may be torchft's.
     from ft.compat.group import TorchftConnection, TorchftGroup
 
     over: asyncio.Future[str] = asyncio.get_running_loop().create_future()

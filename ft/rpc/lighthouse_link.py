@@ -21,7 +21,7 @@ from ft.rpc.access import Access, Endpoint
 from ft.rpc.generated import pharos_pb2
 from ft.rpc.serving import MAX_MESSAGE
 
-CALL_S = 120.0  # timeout of one try of a quorum request; a rank's own deadline ends its wait
+CALL_S = 120.0  # timeout of one try of a quorum request
 LEAVE_S = 1.0  # timeout of Leave
 REOPEN_S = (0.2, 0.6)  # range of the pause before the stream is reopened
 log = logging.getLogger("pharos.group")

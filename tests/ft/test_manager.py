@@ -180,7 +180,7 @@ def test_a_late_word_on_a_generation_leaves_the_next_alone():
     def late(rank: Rank, step: int) -> None:
         if rank.manager.quorum and rank.manager.quorum.quorum_id not in quorums:
             quorums.append(rank.manager.quorum.quorum_id)
-            rank.manager.group.interrupt("b was lost", min(quorums[0], quorums[-1] - 1))
+            rank.manager.process_group.interrupt("b was lost", min(quorums[0], quorums[-1] - 1))
         if step == 2 and not newcomer:
             newcomer.extend(made.group("b", steps=4, together=2))
 
@@ -261,7 +261,7 @@ def test_a_former_member_that_is_a_stranger_by_now_waits_and_holds_nobody_up(cap
     def changes(rank: Rank, step: int) -> None:
         if rank.name == "c" and len(rank.together_commits) == 3:
             settings["c"][:] = [("optimizer.lr", "2")]
-            rank.manager.group.interrupt("its sockets break")
+            rank.manager.process_group.interrupt("its sockets break")
 
     with job(min_replicas=2, join_timeout_ms=30_000) as made:
         ranks = [
@@ -413,13 +413,13 @@ def test_a_generation_that_does_not_end_holds_up_no_close():
 
     def stuck(rank: Rank, step: int) -> None:
         if step == 1:
-            rank.manager.group.reaper.take(lambda: ends.append(closed.wait(LIMIT_S / 3)), "stuck")
+            rank.manager.process_group.reaper.take(lambda: ends.append(closed.wait(LIMIT_S / 3)), "stuck")
 
     with job(min_replicas=1) as made:
         a = made.group("a", steps=3, at=stuck)[0]
         assert a.join().error is None  # its last word is the manager's close
         closed.set()
-        assert a.manager.group.reaper.wait(LIMIT_S) and ends == [True]
+        assert a.manager.process_group.reaper.wait(LIMIT_S) and ends == [True]
 
 
 # ------------------------------------------------------------------------------------------------ weights that went wrong

@@ -63,7 +63,7 @@ def test_a_group_that_fails_inside_a_step_is_made_anew(manager: Manager):
     """Where torchft drops the step, ours sums the same values again."""
     manager.start_quorum()
     before = manager.core.quorum
-    manager.core.group.abandon("injected failure")
+    manager.core.process_group.abandon("injected failure")
     tensor = torch.tensor([5.0])
     assert manager.allreduce(tensor).wait(), "no exception in the user's code"
     assert manager.should_commit() and tensor.item() == 5.0

@@ -167,7 +167,7 @@ def fail(manager: Manager, how: str, *, first: bool) -> None:
     if how == "behind the last bucket":
         manager.gradients.wait = in_vain  # type: ignore[method-assign]
     elif how == "before the last bucket" or (how == "of one rank" and first):
-        manager.group.interrupt("the connection broke")
+        manager.process_group.interrupt("the connection broke")
 
 
 @pytest.mark.timeout(300)

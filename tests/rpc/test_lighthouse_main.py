@@ -98,7 +98,7 @@ def test_from_start_to_end_with_token_page_and_state(tmp_path: Path):
         stream = Stream(wire, "a:1")
         stream.beat()
         quorum = quorum_of(wire.pharos(m.Call(m.Member("a:1"))))
-        stream.beat(step=3, phase="training", mean_loss=1.25)
+        stream.beat(step=m.STEPS_PER_BRANCH + 3, phase="training", mean_loss=1.25)
         assert state_file.read(tmp_path / "state.json") == m.PersistentState(
             quorum.epoch, 1, 0, "pharos", quorum, m.JobLimits()
         )
@@ -109,6 +109,7 @@ def test_from_start_to_end_with_token_page_and_state(tmp_path: Path):
         assert status["reports"]["a:1"]["phase"] == "training" and status["streams"] == 1
         metrics = one.get("/metrics", **token)[1]
         assert "pharos_quorum_members 1.0" in metrics and 'pharos_loss{replica="a:1"} 1.25' in metrics
+        assert 'pharos_step{replica="a:1"} 3.0' in metrics, "as on the page: the step of the branch"
         stream.close()
         wire.close()
     assert one.process.stdout and one.process.stdout.read() == f"http://{one.page}\nFalse\n", "its page; no torch"

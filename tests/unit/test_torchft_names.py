@@ -72,7 +72,7 @@ def test_the_transports_take_the_arguments_of_torchft():
 
 def test_a_managed_process_group_is_that_of_its_manager():
     manager = Mock()
-    manager.core.group = ft.ProcessGroupDummy()
+    manager.core.process_group = ft.ProcessGroupDummy()
     manager.num_participants.return_value, manager.participating_rank.return_value = 3, None
     group = ft.ManagedProcessGroup(manager)
     assert (group.size(), group.rank(), manager.errored()) == (3, 0, group.errored())
