@@ -301,7 +301,7 @@ class Run(Components):
         return LocalStep(tokens_per_slot, total, nonfinite_ranks == 0, assignment.step, losses)
 
     def nonfinite(self, local: LocalStep, outcome: str = "not applied") -> NonFinite:
-        """Returns an error, such as "step 80 not applied: rank 1: loss nan at slot 40, positions 40-47". Collective: all ranks agree on it."""
+        """Returns such as "step 80 not applied: rank 1: loss nan at slot 40, positions 40-47". Collective: all ranks agree on it."""
         step = f"step {local.step + 1} {outcome}"
         ran = [(batch.slot, batch.positions, loss.item()) for batch, loss in local.losses]
         named = [named for part in self.model.parts for named in part.named_parameters()]

@@ -1,6 +1,7 @@
 """Checks of the configuration before any process or device is used: each section, sections against each other, and the files.
 
-scripts/launch.py (once, before any rank) and train.py (each rank) call `check`, and only launch.py `check_resume`. Each section has its own
+scripts/launch.py (once, before any rank) and train.py (each rank) call `check`, and only launch.py, before several ranks, `check_resume`;
+with one rank Components.resume_data raises its errors. Each section has its own
 check(); errors that only tokenising can find are raised by `open_data`."""
 
 from __future__ import annotations

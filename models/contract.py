@@ -48,10 +48,12 @@ class Model(nn.Module):
     norm: nn.Module | None
     output: Head | None
     tp_plan: Mapping[str, str] = MappingProxyType({})  # module name -> kind: parallelisms/tensor.py
-    # Pattern over parameter names -> update, in place of the optimizer's. Called after a commit with the parameter and its gradient, this
-    # rank's shards; the gradient is what backward gave, summed over all tokens, ranks and groups. This gradient is excluded from
-    # the gradient norm and from clipping.
+    # Pattern over parameter names -> update, in place of the optimizer's. Called with the optimizer's step, with the parameter, to be
+    # changed in place, and its gradient, this rank's shards; the gradient is what backward gave, summed over all tokens, ranks and groups.
+    # Zeros must change nothing: a fused step that is left out has them. This gradient is excluded from the gradient norm and from clipping.
     own_updates: Mapping[str, Callable[[Tensor, Tensor], None]] = MappingProxyType({})
+    # Persistent buffers that follow from the configuration: never loaded from another run, nor from this one if seq_len has changed.
+    COMPUTED_BUFFERS: tuple[str, ...] = ()
     tied: bool = False  # embedding and head share one parameter, tok_embeddings.weight
 
     def forward(
@@ -66,10 +68,10 @@ class Model(nn.Module):
         """Takes tokens [B, T] int64, or the hidden state [B, T, C] of the previous stage. Returns logits [B, T, V] in the compute dtype
         (the loss upcasts); with `labels` [B, T] the sum of the losses; in a stage without the head the hidden state.
 
-        `cache`: from `new_cache`; these tokens are appended to it. `positions` [T] int64: token positions in the sequence; None:
-        consecutive, from 0 or after the cache. Each attention calls `self.attend(q, k, v, document_starts)`, which context parallelism
-        replaces. `document_starts` [B, T] int64, without a cache: for each token the position in the sequence of the first token of its
-        document, which is the first that it attends to, and from which its own position counts."""
+        `cache`: from `new_cache`; these tokens are appended to it. `positions` [T] int64, without a cache: token positions in the
+        sequence; None: consecutive, from 0 or after the cache. Each attention calls `self.attend(q, k, v, document_starts)`, which context
+        parallelism replaces. `document_starts` [B, T] int64, without a cache: for each token the position in the sequence of the first
+        token of its document, which is the first that it attends to, and from which its own position counts."""
         raise NotImplementedError
 
     def init_weights(self, seed: int) -> None:

@@ -105,7 +105,7 @@ class Llama(Model):
     tp_plan = TP_PLAN
     freqs_cis: Tensor
 
-    COMPUTED_BUFFERS = ("freqs_cis",)  # follow from the configuration: not loaded from a run with another seq_len
+    COMPUTED_BUFFERS = ("freqs_cis",)
 
     def __init__(self, config: Config, vocab_size: int, max_seq_len: int) -> None:
         super().__init__()
@@ -148,8 +148,8 @@ class Llama(Model):
 
     @torch.no_grad()
     def init_weights(self, seed: int) -> None:
-        """Initialises as torchtitan does for Llama 3: embedding N(0, 1); projections N(0, 0.02), with wo, w2 and w3 scaled by depth;
-        head, also if it is the embedding, N(0, 1/C), truncated at 3 sigma; norms 1."""
+        """Initialises as torchtitan does for Llama 3: normal, of standard deviation 1 in the embedding; 0.02 in projections, with
+        wo, w2 and w3 scaled by depth; 1/sqrt(C) in the head, also if it is the embedding, truncated at 3 sigma; norms 1."""
         for name, parameter in self.named_parameters():
             if name.endswith("norm.weight"):
                 nn.init.ones_(parameter)

@@ -1,12 +1,12 @@
 """A mixture of experts: in a block a router sends every token to k of E feed-forwards, as in Qwen3-MoE (arXiv 2505.09388) or DeepSeek-V3
 (arXiv 2412.19437). No token is dropped; attention and norms are those of models/qwen3.py.
 
-Letters as in models/llama.py, and E experts, k experts of a token, M rows: a token of this rank's microbatch for one of its k experts.
+Letters as in models/llama.py, and E experts, k experts of a token, M rows, one for each token of this rank and each of its k experts.
 
-The load of the experts is balanced without an auxiliary loss: the router has a bias that takes part in the choice only, and after each step
-the bias of an expert above the mean load falls by a fixed rate, and that of one below it rises. Here the gradient of the bias is the load
-above the mean, so reductions, retries, comparisons and heals, which exist for parameters and gradients, also cover the bias and the
-load."""
+By default nothing balances the load of the experts. With balance_loss the loss has an auxiliary term. With balance_rate the router has a
+bias that takes part in the choice only, and after each step the bias of an expert above the mean load falls by that rate, and that of one
+below it rises. Here the gradient of the bias is the load above the mean, so reductions, retries, comparisons and heals, which exist for
+parameters and gradients, also cover the bias and the load."""
 
 from __future__ import annotations
 

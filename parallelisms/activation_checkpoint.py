@@ -40,7 +40,9 @@ class ActivationCheckpointConfig:
         "the compiler chooses",
     ] = "none"
     selective_ac_option: Annotated[
-        str, 'n: recompute every n-th block; "op": in each block, recompute all but attention and every second matmul'
+        str,
+        'n: recompute every n-th block; "op": in each block, recompute all but attention and every second matmul (a mixture of '
+        "experts as a whole)",
     ] = "2"
     memory_budget: Annotated[
         float, "share of the activations that may be kept; requires compile.enable", ">= 0", "<= 1"

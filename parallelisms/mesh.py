@@ -79,7 +79,10 @@ class ParallelismConfig:
     ] = ""
     pipeline_parallel_microbatch_size: Annotated[int, "sequences of one microbatch", ">= 1"] = 1
     pipeline_parallel_layers_per_stage: Annotated[
-        int, "transformer blocks of a stage; 0: one stage per rank, two where the schedule needs several", ">= 0"
+        int,
+        "blocks of a stage, where embedding and head count as the two keys below say; 0: one stage per rank, two where the schedule "
+        "needs several",
+        ">= 0",
     ] = 0
     pipeline_parallel_first_stage_less_layers: Annotated[
         int, "number of blocks that the embedding counts as when blocks are split into stages", ">= 0"

@@ -72,7 +72,7 @@ def main(argv: list[str]) -> int:
 
 
 def check(config: RunConfig, *, world_size: int, environ: Mapping[str, str] = os.environ) -> None:
-    """Checks the settings and the saved config. Raises ValueError. With one rank in this process train.py does the same."""
+    """Checks the settings and the saved config. Raises ValueError. With one rank in this process train.py checks instead."""
     from configs.check import check, check_resume
     from configs.saved import check_saved
     from ft.config import Environment

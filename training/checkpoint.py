@@ -94,7 +94,7 @@ class CheckpointConfig:
     ] = True
     exclude_from_loading: Annotated[
         tuple[str, ...],
-        'names, or prefixes of names, that are not loaded from initial_load_path, such as "model.output"',
+        'names, or their first dotted parts, that are not loaded from initial_load_path, such as "model.output"',
     ] = ()
     create_seed_checkpoint: Annotated[
         bool,

@@ -15,7 +15,8 @@ from training.config import TrainingConfig
 from training.progress import spans
 
 LARGE_VOCABULARY = 16_384  # from this size on the logits are the largest activation
-LARGE_LOGITS = 1 << 27  # elements of a chunk of logits: 1,046 tokens of Llama 3's vocabulary, 256 MiB in bf16
+# elements of a chunk of logits: 1,046 tokens of Llama 3's vocabulary, 256 MiB in bf16; but at least min_loss_chunk of the device
+LARGE_LOGITS = 1 << 27
 IGNORED = -100  # label of a position without a target
 _NAMED = 3  # values of each kind that a message lists
 

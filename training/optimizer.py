@@ -45,7 +45,7 @@ class OptimizerConfig:
     beta1: Annotated[float, "decay of the gradient's running mean", ">= 0", "< 1"] = 0.9
     beta2: Annotated[float, "decay of the squared gradient's running mean", ">= 0", "< 1"] = 0.95
     eps: Annotated[float, "added to the root of the second moment", "> 0"] = 1e-8
-    weight_decay: Annotated[float, "weight decay coefficient (AdamW: times the learning rate)", ">= 0"] = 0.1
+    weight_decay: Annotated[float, "weight decay coefficient (AdamW, Muon: times the learning rate)", ">= 0"] = 0.1
     implementation: Annotated[
         Literal["fused", "foreach", "for-loop"], "implementation in torch.optim (of Muon: for the rest)"
     ] = "fused"
@@ -76,7 +76,11 @@ class LRSchedulerConfig:
     """[lr_scheduler]: the shape of the learning rate over the run."""
 
     warmup_steps: Annotated[int, "steps of linear growth from 0 to optimizer.lr", ">= 0"] = 200
-    total_steps: Annotated[int, "length of the schedule, steps; 0: training.steps", ">= 0"] = 0
+    total_steps: Annotated[
+        int,
+        "length of the schedule, steps; 0: training.steps, so a later launch with more steps has another schedule",
+        ">= 0",
+    ] = 0
     decay_ratio: Annotated[
         float, "share of the schedule spent decaying at its end; -1: everything after the warm-up", ">= -1", "<= 1"
     ] = -1.0

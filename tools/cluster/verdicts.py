@@ -19,7 +19,7 @@ LATENCY_TIMES, LATENCY_MORE_S = 5.0, 2e-3  # a late link exceeds the usual laten
 
 @dataclass(frozen=True)
 class Finding:
-    what: str  # silent, failed, wrong, slow link, late link, slow rank, slow disk, clock
+    what: str  # silent, failed, wrong, slow link, late link, slow compute, slow disk (write), slow disk (read), clock
     ranks: tuple[int, ...]  # that it blames
     text: str
 

@@ -81,7 +81,7 @@ class Resident:
 
 @dataclass
 class Segment:
-    """Part of a step between two profiler labels. Byte pairs: activations and temporary tensors; the same and gradients."""
+    """Part of a step between two profiler labels. `change`, `peak`: bytes without those of gradients, and with them."""
 
     label: str = ""
     change: tuple[int, ...] = (0, 0)  # from the start of the segment to its end
@@ -552,7 +552,7 @@ def _pipeline_ranks(job: ExplainedJob) -> list[RankProfile]:
 
 
 class _Replay:
-    """Replays a stage's record of two microbatches for any number: first and last one gather the weights, reduce the gradients."""
+    """Replays a stage's record of two microbatches for any number; the first gathers the weights, the last reduces the gradients."""
 
     def __init__(self, step: MeasuredStep, microbatches: int, unsent: set[str]) -> None:
         self._start, *others = step.segments

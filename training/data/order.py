@@ -101,7 +101,8 @@ def spans(
 def stride(count: int) -> int:
     """Returns the distance between consecutive sequences in an epoch of `count`: about 0.618 * count, and coprime to it, so that each is
     visited (Fibonacci hashing: Knuth, The Art of Computer Programming, volume 3, 6.4). Neighbours in the stream are often from the same
-    document, and batches of them highly correlated: configs/llama.toml had a loss of 2.3 around step 750 with them, and has 1.4 without."""
+    document, and batches of them highly correlated: a longer run of configs/llama.toml had a loss of 2.3 around step 750 with them, and 1.4
+    without."""
     wanted = max(1, round(count * (math.sqrt(5) - 1) / 2))
     return next(step for step in range(wanted, wanted + count) if math.gcd(step, count) == 1)
 
