@@ -66,7 +66,7 @@ class HttpTransport(Transport):
         self._shown = super().offer(view, quorum_id=quorum_id, step=step, joiners=joiners)
         return self._shown
 
-    def _start(self, sources: Sources, into: StateView, quorum_id: int, step: int, progress: OnBytes) -> HttpFetch:
+    def _make_fetch(self, sources: Sources, into: StateView, quorum_id: int, step: int, progress: OnBytes) -> HttpFetch:
         return HttpFetch(self, sources, into, f"/heal/{quorum_id}/{step}", progress)
 
     def _notify_done(self, source: StateSource, quorum_id: int, step: int) -> None:
@@ -146,8 +146,8 @@ class SourceConnection:
 
     def read_checked(self, length: int, what: str) -> bytes:
         """Reads data that is followed by its digest and the validity token. Raises SourceFailed and OSError."""
-        data, mark = self.read(length - DIGEST_BYTES - VALIDITY_TOKEN_BYTES), self.read(DIGEST_BYTES)
-        if digest(0, memoryview(data)) != mark:
+        data, expected = self.read(length - DIGEST_BYTES - VALIDITY_TOKEN_BYTES), self.read(DIGEST_BYTES)
+        if digest(0, memoryview(data)) != expected:
             raise SourceFailed(f"{what} damaged on the way")
         self.read_validity_token()
         return data
@@ -353,14 +353,14 @@ class HttpFetch:
             start, end = body.manifest.span(stripe[0])[0], body.manifest.span(stripe[-1])[1]
             if length != end - start + DIGEST_BYTES * len(stripe) + VALIDITY_TOKEN_BYTES:
                 raise SourceFailed(f"{length} bytes for chunks {stripe[0]}-{stripe[-1]}")
-            got, mark = [], bytearray(DIGEST_BYTES)
+            got, expected = [], bytearray(DIGEST_BYTES)
             for chunk in stripe:
                 memory = body.direct(chunk, chunk)
                 start, end = body.manifest.span(chunk)
                 view = staging.view[: end - start] if memory is None else memory
                 # damaged data may be written, as the state is void until everything is verified
-                connection.fill(view, memoryview(mark))
-                if hmac.compare_digest(digest(chunk, view), mark):
+                connection.fill(view, memoryview(expected))
+                if hmac.compare_digest(digest(chunk, view), expected):
                     got.append(chunk)
                     if memory is None:
                         body.write(chunk, staging)

@@ -73,7 +73,7 @@ class PgTransport(Transport):
         while self._senders:
             self._senders.pop().end(reason)
 
-    def _start(self, sources: Sources, into: StateView, quorum_id: int, step: int, progress: OnBytes) -> PgFetch:
+    def _make_fetch(self, sources: Sources, into: StateView, quorum_id: int, step: int, progress: OnBytes) -> PgFetch:
         prefixes = [_prefix(one.address, one.replica_id, self.replica_id, quorum_id, step) for one in sources]
         return PgFetch(self, sources, prefixes, into, progress)
 
@@ -163,14 +163,14 @@ class PgFetch:
         staging, done = StagingBuffer(body, WINDOW * MESSAGE_CHUNKS), 0
         begun = deque(self._begin(body, staging, messages, number) for number in range(min(WINDOW - 1, len(messages))))
         for number, (first, last) in enumerate(messages):
-            data, marks, works, staged = begun.popleft()
+            data, expected, works, staged = begun.popleft()
             _wait(works)
             if number + WINDOW - 1 < len(messages):
                 begun.append(self._begin(body, staging, messages, number + WINDOW - 1))
-            expected = _digests(first, data)
+            computed = _digests(first, data)
             for chunk in range(first, last + 1):
                 at = (chunk - first) * DIGEST_BYTES
-                if not expected[at : at + DIGEST_BYTES].equal(marks[at : at + DIGEST_BYTES]):
+                if not computed[at : at + DIGEST_BYTES].equal(expected[at : at + DIGEST_BYTES]):
                     damaged.append(chunk)
                 elif staged:
                     body.write(chunk, staging, number % WINDOW * MESSAGE_CHUNKS + chunk - first)
@@ -187,8 +187,8 @@ class PgFetch:
         memory = body.direct(first, last)
         start = number % WINDOW * MESSAGE_CHUNKS * CHUNK_BYTES
         data = staging.bytes[start : start + length] if memory is None else torch.frombuffer(memory, dtype=torch.uint8)
-        marks = torch.empty((last - first + 1) * DIGEST_BYTES, dtype=torch.uint8)
-        return data, marks, [self._start(data), self._start(marks)], memory is None
+        expected = torch.empty((last - first + 1) * DIGEST_BYTES, dtype=torch.uint8)
+        return data, expected, [self._start(data), self._start(expected)], memory is None
 
     def _receive(self, length: int) -> bytes:
         data = torch.empty(length, dtype=torch.uint8)

@@ -101,7 +101,8 @@ class Transport(ABC):
         self._closed = False
 
     @abstractmethod
-    def _start(self, sources: Sources, into: StateView, quorum_id: int, step: int, progress: OnBytes) -> Fetch: ...
+    def _make_fetch(self, sources: Sources, into: StateView, quorum_id: int, step: int, progress: OnBytes) -> Fetch:
+        """Returns a fetch, which begins with its `run`."""
 
     def fetch(
         self, sources: Sources, into: StateView, *, quorum_id: int, step: int, progress: OnBytes = None
@@ -112,7 +113,7 @@ class Transport(ABC):
             if self._closed:
                 raise HealFailed("the transport is closed", touched=False)
             assert self._fetch is None, "one fetch at a time"
-            self._fetch = fetch = self._start(sources, into, quorum_id, step, progress)
+            self._fetch = fetch = self._make_fetch(sources, into, quorum_id, step, progress)
         try:
             values = fetch.run()
         finally:

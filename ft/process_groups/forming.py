@@ -164,7 +164,9 @@ class Rendezvous:
         self.store.connect()
         digest = hashlib.sha256(repr(fingerprint).encode()).hexdigest()[:16]
         members = [_read(value) for value in self._exchange("here", json.dumps([VERSION, digest, mine]))]
-        self._compare([(("version of Pharos", version),) for version, _, _ in members], holders, acknowledge=False)
+        self._compare(
+            [(("version of the rendezvous", version),) for version, _, _ in members], holders, acknowledge=False
+        )
         if len({digest for _, digest, _ in members}) > 1:  # only then the fingerprints themselves are exchanged
             fingerprints = self._exchange("fingerprint", json.dumps(fingerprint))
             self._compare([tuple((name, value) for name, value in json.loads(x)) for x in fingerprints], holders)

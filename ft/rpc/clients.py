@@ -177,7 +177,7 @@ class GroupClient:
         reply = self._call("Quorum", codec.to_message(call), pharos_pb2.RankReply, timeout_s)
         if reply.WhichOneof("reply") == "restore":
             return m.RestoreRequired(reply.restore.settled)
-        if reply.WhichOneof("reply") == "go":
+        if reply.WhichOneof("reply") == "released":
             return m.Released()
         return codec.from_message(m.QuorumResult, reply.quorum)
 

@@ -333,7 +333,7 @@ class GroupService:
             case m.RestoreRequired(settled):
                 reply = pharos_pb2.RankReply(restore=pharos_pb2.Restore(settled=settled))
             case m.Released():
-                reply = pharos_pb2.RankReply(go=pharos_pb2.Done())
+                reply = pharos_pb2.RankReply(released=pharos_pb2.Done())
         for pending in self._pending.pop((effect.group_rank, None), []):
             pending.give(reply.SerializeToString())
 

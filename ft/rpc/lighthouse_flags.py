@@ -30,7 +30,7 @@ Forms the quorums of a job of replica groups. A number after the last semicolon 
 
   --min_replicas N           required: the fewest groups of a quorum, healing ones included
   --bind HOST:PORT           default [::]:29510 with a token or --insecure, else loopback; port 0: a free one
-  --join_timeout_ms MS       wait of the first quorum request for live groups that have not requested one; 60000
+  --join_timeout_ms MS       wait of a former member's first quorum request (else any's) for live groups that have requested none; 60000
   --quorum_tick_ms MS        interval between two checks of the waiting requests; 100
   --heartbeat_timeout_ms MS  silence after which a group is lost; must equal the groups' fault_tolerance.heartbeat_timeout_s; 5000
   --heal_grace_s S           wait of the others for a state that is arriving; must equal the groups' fault_tolerance.heal_grace_s; 30
@@ -38,7 +38,7 @@ Forms the quorums of a job of replica groups. A number after the last semicolon 
   --state_file FILE|none     file that a restart continues from; default: outputs/lighthouse-PORT.json, none with port 0
   --recover                  start without a usable state file, and learn the job's state from its running groups
   --takeover_s S|never       silence of all members of the last quorum after which other groups may continue; 30
-  --stall_s S                time, at least five median steps, that a member waits for a group before it is lost; less if most wait; 60
+  --stall_s S                wait for a group, of at least five median steps, after which it counts as lost; 10 s if most members wait; 60
   --num_replica_groups N     intended number of groups, for information, 0: unknown; 0
   --lower_limits             let --min_replicas, --takeover_s and --num_replica_groups be lower than the state file's
   --token_file FILE          file with the job's token (else PHAROS_TOKEN); calls without the token are refused

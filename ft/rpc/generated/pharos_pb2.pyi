@@ -401,14 +401,14 @@ class QuorumResult(_message.Message):
     def __init__(self, quorum_id: _Optional[int] = ..., epoch: _Optional[str] = ..., replica_id: _Optional[str] = ..., replica_rank: _Optional[int] = ..., members: _Optional[_Iterable[str]] = ..., store_address: _Optional[str] = ..., reference: _Optional[_Union[State, _Mapping]] = ..., heal: bool = ..., sources: _Optional[_Iterable[_Union[Source, _Mapping]]] = ..., recover_dst_replica_ranks: _Optional[_Iterable[int]] = ..., participants: _Optional[_Iterable[str]] = ..., assigned: _Optional[int] = ..., same_generation: bool = ..., handles: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class RankReply(_message.Message):
-    __slots__ = ("quorum", "restore", "go")
+    __slots__ = ("quorum", "restore", "released")
     QUORUM_FIELD_NUMBER: _ClassVar[int]
     RESTORE_FIELD_NUMBER: _ClassVar[int]
-    GO_FIELD_NUMBER: _ClassVar[int]
+    RELEASED_FIELD_NUMBER: _ClassVar[int]
     quorum: QuorumResult
     restore: Restore
-    go: Done
-    def __init__(self, quorum: _Optional[_Union[QuorumResult, _Mapping]] = ..., restore: _Optional[_Union[Restore, _Mapping]] = ..., go: _Optional[_Union[Done, _Mapping]] = ...) -> None: ...
+    released: Done
+    def __init__(self, quorum: _Optional[_Union[QuorumResult, _Mapping]] = ..., restore: _Optional[_Union[Restore, _Mapping]] = ..., released: _Optional[_Union[Done, _Mapping]] = ...) -> None: ...
 
 class Vote(_message.Message):
     __slots__ = ("group_rank", "kind", "quorum_id", "attempt", "step", "verdict", "change", "reason", "divergent", "whole")
