@@ -41,7 +41,7 @@ from training.checkpoint import (
 )
 from training.checkpoint_files import EMA_STATE, SPIKES_STATE
 from training.data.dataset import open_data
-from training.data.loader import MicrobatchSampler
+from training.data.loader import LocalBatchSampler
 from training.drill import FaultInjector
 from training.ema import EMA
 from training.log import Log
@@ -117,7 +117,7 @@ class Components:
             training, config.validation, self.tokenizer, cache, log=self.log, vocab_size=self.vocab_size
         )
         self.log.info("data      %s", self.data.summary())
-        sampler = MicrobatchSampler(self.slot_size, training.local_batch_size, self.coordinate.dp_rank, dp_size)
+        sampler = LocalBatchSampler(self.slot_size, training.local_batch_size, self.coordinate.dp_rank, dp_size)
         pin_memory = world.device.traits.pins_batches
         self.loader = self.cleanup.enter_context(closing(self.data.loader(sampler, pin_memory=pin_memory)))
         if config.validation.enable:

@@ -70,7 +70,7 @@ def describe_nonfinite(
     named_gradients: Mapping[str, Tensor | None],
 ) -> str:
     """Returns one line that names the non-finite values on `rank`, or "". `losses`: slot, positions (sequence indices) and loss sum of each
-    microbatch of a step. `named_gradients`: local shards, which may be sums over ranks. Syncs the device."""
+    local batch of a step. `named_gradients`: local shards, which may be sums over ranks. Syncs the device."""
     bad_losses = [
         f"loss {loss} at slot {slot}, {_positions(positions)}" for slot, positions, loss in losses if not isfinite(loss)
     ]
@@ -80,7 +80,7 @@ def describe_nonfinite(
             found = {"nan": gradient.isnan(), "inf": gradient.isinf()}
             kinds = [kind for kind, which in found.items() if bool(which.any())]
             bad_gradients.append(f"gradient of {name} ({wrong} of {gradient.numel()} values: {' and '.join(kinds)})")
-    parts = [*_first(bad_losses, "microbatches"), *_first(bad_gradients, "parameters")]
+    parts = [*_first(bad_losses, "local batches"), *_first(bad_gradients, "parameters")]
     if bad_gradients and losses and not bad_losses:
         run = ", ".join(_positions(positions) for _, positions, _ in losses[:_NAMED])
         parts.append(f"its losses are finite ({run}{', ...' if len(losses) > _NAMED else ''})")

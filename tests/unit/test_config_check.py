@@ -142,7 +142,7 @@ def test_a_pipeline_divides_no_other_module(folder: Path, monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("global_batch_size", ["-1", "8", "80"])
-def test_whole_microbatches(folder: Path, global_batch_size: str) -> None:
+def test_whole_local_batches(folder: Path, global_batch_size: str) -> None:
     assert complaints(folder, f"--training.global_batch_size={global_batch_size}", world_size=2) == []
 
 

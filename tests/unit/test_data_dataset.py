@@ -15,7 +15,7 @@ from tests.unit.data_corpus import files_config, write_jsonl
 from tests.unit.fakes import Lines
 from training.config import DataloaderConfig, SkipConfig, SourceConfig, TrainingConfig, ValidationConfig
 from training.data.dataset import CachedData, DataSegment, StoredData, open_data, short
-from training.data.loader import MicrobatchSampler
+from training.data.loader import LocalBatchSampler
 from training.loss import IGNORED
 from training.tokenizer import ByteTokenizer
 
@@ -41,7 +41,7 @@ def test_loaders_follow_the_section(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", [f"document {number}" for number in range(200)])
     config = files_config(path, seq_len=16, local_batch_size=2, seed=5, dataset_held_out=0.2)
     data = open_it(config, tmp_path / "cache")
-    sampler = MicrobatchSampler(4, config.local_batch_size, 1, 2)
+    sampler = LocalBatchSampler(4, config.local_batch_size, 1, 2)
     [validation] = data.validation_loaders(sampler).values()
     orders = (data.order(seed=5, seq_len=16), data.validation_orders(seq_len=16)[""])
     for loader, order in zip((data.loader(sampler), validation), orders, strict=True):
@@ -104,7 +104,7 @@ def resumed(data: StoredData | CachedData, state: dict[str, str], position: int,
 
 
 def first_ids(data: StoredData | CachedData, positions: Sequence[int]) -> list[list[int]]:
-    sampler = MicrobatchSampler(1, 1, 0, 1)
+    sampler = LocalBatchSampler(1, 1, 0, 1)
     with closing(data.loader(sampler)) as loader:
         return [[*batch.inputs[0].tolist(), int(batch.labels[0, -1])] for batch in loader.load(positions)]
 
@@ -127,7 +127,7 @@ def test_each_branch_of_a_corpus_begins_a_segment(tmp_path: Path) -> None:
     assert resumed(masked, first.state_dict(), 7, [3]).startswith(
         "data: a new epoch begins"
     )  # for the seed, not the mask
-    with closing(masked.loader(MicrobatchSampler(1, 1, 0, 1))) as loader:
+    with closing(masked.loader(LocalBatchSampler(1, 1, 0, 1))) as loader:
         [batch] = loader.load([3])
     assert batch.document_starts is not None
     assert batch.document_starts[0].tolist() == [*order.document_starts(3).tolist(), 17, 17, 17]
@@ -155,7 +155,7 @@ def test_worker_processes_read_the_new_order(tmp_path: Path) -> None:
     config = files_config(path, seq_len=16, dataloader=DataloaderConfig(num_workers=1))
     first = open_it(replace(config, seed=4), tmp_path / "cache")
     data = open_it(replace(config, seed=5), tmp_path / "cache")
-    with closing(data.loader(MicrobatchSampler(1, 1, 0, 1))) as loader:
+    with closing(data.loader(LocalBatchSampler(1, 1, 0, 1))) as loader:
         next(loader.load([0]))  # starts the worker, with the order of now
         resumed(data, first.state_dict(), 7)
         rows = [batch.inputs[0].tolist() for batch in loader.load([3, 7])]

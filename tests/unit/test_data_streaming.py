@@ -17,7 +17,7 @@ from tests.unit.fakes import Lines
 from training.config import DataloaderConfig, TrainingConfig, ValidationConfig
 from training.data.cache import bucket_of
 from training.data.dataset import open_data
-from training.data.loader import Batch, MicrobatchSampler
+from training.data.loader import Batch, LocalBatchSampler
 from training.data.streaming import StreamingLoader
 from training.loss import IGNORED
 from training.tokenizer import ByteTokenizer
@@ -51,7 +51,7 @@ def loader_of(
     stream: FakeStream, *, split: str = "train", dp_rank: int = 0, dp_size: int = 1, document_mask: bool = False
 ) -> StreamingLoader:
     config = TrainingConfig(dataset_held_out=HELD_OUT, seq_len=8, local_batch_size=2, document_mask=document_mask)
-    sampler = MicrobatchSampler(4 * dp_size, config.local_batch_size, dp_rank, dp_size)
+    sampler = LocalBatchSampler(4 * dp_size, config.local_batch_size, dp_rank, dp_size)
     return StreamingLoader(stream, ByteTokenizer(), config, sampler, split=split, pin_memory=False)
 
 
@@ -168,7 +168,7 @@ def test_a_real_data_set_is_taken_up_exactly(tmp_path: Path, monkeypatch: pytest
     )
     data = open_data(config, ValidationConfig(), ByteTokenizer(), tmp_path / "unused", log=Lines())
     stretch = [8 * step for step in range(40)]
-    stays, resumes = (data.loader(MicrobatchSampler(8, 2, 0, 2)) for _ in range(2))
+    stays, resumes = (data.loader(LocalBatchSampler(8, 2, 0, 2)) for _ in range(2))
     with closing(stays), closing(resumes):
         list(stays.load(stretch[:25]))  # past the end of the records: each pass has few rows
         resumes.load_state_dict(json.loads(json.dumps(stays.state_dict())))

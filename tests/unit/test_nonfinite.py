@@ -47,7 +47,7 @@ def test_a_stream_has_no_positions() -> None:
 def test_a_long_list_is_counted_instead() -> None:
     gradients = {f"layers.{n}.w": torch.tensor([math.nan]) for n in range(10)}
     text = describe_nonfinite(0, [(n, (n,), math.nan) for n in range(4)], gradients)
-    assert "loss nan at slot 2, position 2; 1 more microbatches; gradient of layers.0.w" in text
+    assert "loss nan at slot 2, position 2; 1 more local batches; gradient of layers.0.w" in text
     assert text.endswith("gradient of layers.2.w (1 of 1 values: nan); 7 more parameters")
 
 

@@ -209,11 +209,11 @@ class _FusedRMSNorm(Function):
 def measure(
     parallel: Parallelized,
     make_optimizer: Callable[[list[Model]], torch.optim.Optimizer],
-    microbatches: Sequence[tuple[Tensor, ...]],
+    batches: Sequence[tuple[Tensor, ...]],
     *,
     ema_decay: float = 0.0,
 ) -> MeasuredStep:
-    """Runs and records one step over `microbatches`, the arguments of forward_backward: forward, backward, and the first optimizer step,
+    """Runs and records one step over `batches`, the arguments of forward_backward: forward, backward, and the first optimizer step,
     which creates its state."""
     gc.collect()  # and disabled below: collection of reference cycles at arbitrary times would change the record
     with ExitStack() as stack, MemoryTracker() as tracker:
@@ -221,8 +221,8 @@ def measure(
         gc.disable()
         optimizer = make_optimizer(parallel.parts)
         parameters = [p for part in parallel.parts for p in part.parameters()]
-        for microbatch in microbatches:
-            parallel.forward_backward(*microbatch)
+        for batch in batches:
+            parallel.forward_backward(*batch)
         gradients = tracker.serials(p.grad for p in parameters)
         optimizer.step()
         optimizer.zero_grad()
@@ -442,8 +442,8 @@ def _simulate_stage(job: ExplainedJob, *, pp_rank: int = 0) -> Stage:
         parallel = job.parallelize(mesh, model, eager)
         with fake, FakeCollectives():
             tokens = torch.zeros(job.local_batch_size, job.seq_len, dtype=torch.int64)
-            microbatch = (tokens, tokens, *([tokens] if job.document_mask else []))
-            step = measure(parallel, job.optimizer, [microbatch], ema_decay=job.ema_decay)
+            batch = (tokens, tokens, *([tokens] if job.document_mask else []))
+            step = measure(parallel, job.optimizer, [batch], ema_decay=job.ema_decay)
         [part] = parallel.parts
         modules = ["tok_embeddings"] if part.tok_embeddings is not None else []
         modules += [f"layers.{name}" for name in part.layers]

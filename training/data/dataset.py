@@ -14,7 +14,7 @@ from typing import Any
 
 from training.config import SkipConfig, SourceConfig, TrainingConfig, ValidationConfig
 from training.data.cache import Corpus, open_corpus
-from training.data.loader import BatchLoader, MicrobatchSampler, open_loader
+from training.data.loader import BatchLoader, LocalBatchSampler, open_loader
 from training.data.order import (
     SPLITS,
     DocumentOrder,
@@ -108,14 +108,14 @@ class _Data:
         """Returns the orders of all sets of validation by name. Raises ValueError if one is too small."""
         return {name: StoreOrder(store, "all", seed=None, seq_len=seq_len) for name, store in self._further}
 
-    def validation_loaders(self, sampler: MicrobatchSampler, *, pin_memory: bool = False) -> dict[str, BatchLoader]:
+    def validation_loaders(self, sampler: LocalBatchSampler, *, pin_memory: bool = False) -> dict[str, BatchLoader]:
         """Opens a loader for each set of validation, which the caller closes. The name of the only set of the training data is ""."""
         return {
             name: self._open_loader(order, sampler, pin_memory)
             for name, order in self.validation_orders(seq_len=self._config.seq_len).items()
         }
 
-    def _open_loader(self, order: Order, sampler: MicrobatchSampler, pin_memory: bool) -> BatchLoader:
+    def _open_loader(self, order: Order, sampler: LocalBatchSampler, pin_memory: bool) -> BatchLoader:
         mask, settings = self._config.document_mask, self._config.dataloader
         return open_loader(order, sampler, settings, document_mask=mask, pin_memory=pin_memory)
 
@@ -143,7 +143,7 @@ class _OrderedData(_Data, ABC):
         """The position at which all budgets have ended; None: never. Of the order that `loader` has opened."""
         return self._order.end if self._order is not None else None
 
-    def loader(self, sampler: MicrobatchSampler, *, pin_memory: bool = False) -> BatchLoader:
+    def loader(self, sampler: LocalBatchSampler, *, pin_memory: bool = False) -> BatchLoader:
         """Opens the loader of training, which the caller closes. Raises ValueError as `order` does. `pin_memory`: for copies to CUDA."""
         self._order = SegmentedOrder(self.orders())
         self._loader = self._open_loader(self._order, sampler, pin_memory)
@@ -341,14 +341,14 @@ class StreamedData(_Data):
         subset = f" ({config.dataset_subset})" if config.dataset_subset else ""
         return f"huggingface: {config.dataset_path}{subset}, split {config.dataset_split}, streamed in its own order"
 
-    def loader(self, sampler: MicrobatchSampler, *, pin_memory: bool = False) -> BatchLoader:
+    def loader(self, sampler: LocalBatchSampler, *, pin_memory: bool = False) -> BatchLoader:
         return self._open("train", sampler, pin_memory)
 
-    def validation_loaders(self, sampler: MicrobatchSampler, *, pin_memory: bool = False) -> dict[str, BatchLoader]:
+    def validation_loaders(self, sampler: LocalBatchSampler, *, pin_memory: bool = False) -> dict[str, BatchLoader]:
         own = {"": self._open("validation", sampler, pin_memory)} if self._config.dataset_held_out else {}
         return own | super().validation_loaders(sampler, pin_memory=pin_memory)
 
-    def _open(self, split: str, sampler: MicrobatchSampler, pin_memory: bool) -> StreamingLoader:
+    def _open(self, split: str, sampler: LocalBatchSampler, pin_memory: bool) -> StreamingLoader:
         stream = open_stream(self._config, dp_rank=sampler.dp_rank, dp_size=sampler.dp_size)
         return StreamingLoader(stream, self._tokenizer, self._config, sampler, split=split, pin_memory=pin_memory)
 

@@ -24,7 +24,7 @@ from training.data.order import NO_TOKEN, Order
 from training.loss import IGNORED
 
 THREAD_NAME = "pharos-data"
-Task = tuple[int, tuple[int, ...], bool]  # slot, positions of one microbatch, True for the last of the slot
+Task = tuple[int, tuple[int, ...], bool]  # slot, positions of one local batch, True for the last of the slot
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Batch:
     labels: Tensor  # [B, T] int64; loss.IGNORED: no target
     slot: int
     positions: tuple[int, ...]
-    ends_slot: bool  # True for this rank's last microbatch of the slot
+    ends_slot: bool  # True for this rank's last local batch of the slot
     document_starts: Tensor | None = None  # [B, T] int64, with training.document_mask: models.contract.Model.forward
 
     def to(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -49,8 +49,8 @@ class Batch:
 
 
 @dataclass(frozen=True)
-class MicrobatchSampler:
-    """Divides the sequences of a slot among ranks and into microbatches."""
+class LocalBatchSampler:
+    """Divides the sequences of a slot among ranks and into local batches, each of one forward and backward pass."""
 
     slot_size: int  # a multiple of local_batch_size * dp_size (configs/check.py)
     local_batch_size: int
@@ -58,7 +58,7 @@ class MicrobatchSampler:
     dp_size: int
 
     def tasks(self, slot: int) -> list[Task]:
-        """Returns one task per microbatch of this rank; the positions of all ranks together are slot ... slot + slot_size - 1."""
+        """Returns one task per local batch of this rank; the positions of all ranks together are slot ... slot + slot_size - 1."""
         rows, size = self.slot_size // self.dp_size, self.local_batch_size
         first = slot + self.dp_rank * rows
         return [
@@ -69,7 +69,7 @@ class MicrobatchSampler:
 class BatchLoader(ABC):
     """Base of the loaders. The caller that opens one closes it."""
 
-    def __init__(self, sampler: MicrobatchSampler, *, pin_memory: bool) -> None:
+    def __init__(self, sampler: LocalBatchSampler, *, pin_memory: bool) -> None:
         self._sampler, self._pin_memory = sampler, pin_memory
         self._load_id = 0  # number of the newest load: batches of earlier ones are discarded
 
@@ -78,7 +78,7 @@ class BatchLoader(ABC):
         """Starts reading `tasks`; each call of the returned function returns the next batch."""
 
     def load(self, slots: Iterable[int]) -> Iterator[Batch]:
-        """Returns an iterator over this rank's microbatches, slot by slot, equally many on every rank. Discards the rest of earlier calls.
+        """Returns an iterator over this rank's local batches, slot by slot, equally many on every rank. Discards the rest of earlier calls.
         Reading starts at once, not at the first `next`; `next` raises failures, with their cause."""
         tasks = [task for slot in slots for task in self._sampler.tasks(slot)]
         self._load_id += 1
@@ -135,7 +135,7 @@ class _Reader(Dataset[Batch]):
 
 def open_loader(
     order: Order,
-    sampler: MicrobatchSampler,
+    sampler: LocalBatchSampler,
     config: DataloaderConfig,
     *,
     document_mask: bool = False,
@@ -150,7 +150,7 @@ class ThreadLoader(BatchLoader):
     """Prefetches in one thread, at most `prefetch_factor` batches ahead."""
 
     def __init__(
-        self, reader: _Reader, sampler: MicrobatchSampler, config: DataloaderConfig, *, pin_memory: bool
+        self, reader: _Reader, sampler: LocalBatchSampler, config: DataloaderConfig, *, pin_memory: bool
     ) -> None:
         super().__init__(sampler, pin_memory=False)
         self._reader, self._depth = reader, config.prefetch_factor
@@ -200,7 +200,7 @@ class WorkerLoader(BatchLoader):
     """torch's DataLoader over tasks, with persistent workers, since a step is too short to start processes."""
 
     def __init__(
-        self, reader: _Reader, sampler: MicrobatchSampler, config: DataloaderConfig, *, pin_memory: bool
+        self, reader: _Reader, sampler: LocalBatchSampler, config: DataloaderConfig, *, pin_memory: bool
     ) -> None:
         super().__init__(sampler, pin_memory=pin_memory)
         self._tasks: list[Task] = []  # the DataLoader's sampler, read again at each iter()

@@ -14,7 +14,7 @@ from torch.utils.data import IterableDataset
 
 from training.config import TrainingConfig, need
 from training.data.cache import bucket_of
-from training.data.loader import Batch, BatchLoader, MicrobatchSampler, Task, end_workers, iterate, make_batch
+from training.data.loader import Batch, BatchLoader, LocalBatchSampler, Task, end_workers, iterate, make_batch
 from training.data.order import buckets_of
 from training.data.sources import text_of_record
 from training.tokenizer import Tokenizer
@@ -102,7 +102,7 @@ class StreamingLoader(BatchLoader):
         stream: Stream,
         tokenizer: Tokenizer,
         config: TrainingConfig,
-        sampler: MicrobatchSampler,
+        sampler: LocalBatchSampler,
         *,
         split: str,
         pin_memory: bool,
