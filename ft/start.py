@@ -13,7 +13,7 @@ from ft.config import Environment, FaultTolerance
 from ft.protocol.messages import STEPS_PER_BRANCH, Rewound
 from ft.protocol.step import Ledger
 from ft.seam import Commit, DataAssignment, Seam, StepTotals, Stopped, from_checkpoint, to_checkpoint
-from ft.telemetry import OnEvent, PhaseTimer, ignore_event
+from ft.telemetry import RecordEvent, PhaseTimer, ignore_event
 
 if TYPE_CHECKING:
     from ft.agreement import Agreement
@@ -117,12 +117,12 @@ def open_manager(
     fingerprint: Sequence[tuple[str, str]] = (),
     restore: Callable[[], object] | None = None,
     phase_timer: PhaseTimer | None = None,
-    on_event: OnEvent = ignore_event,
+    record_event: RecordEvent = ignore_event,
 ) -> Seam:
     """Makes the Seam of a run. `slot_size`: sequences of a group's batch. `skip_ranges`: see Ledger. `folder`: for the diary of a drill.
     `store`: the replica group's own. `device_type`: its gradients'. `fingerprint`: digests by name, equal in all groups. `agreement`: of
     this group's ranks, if there are several. `long_phase_s`: see ManagerTelemetry. `restore`: loads the newest valid checkpoint, and the
-    manager's state. `phase_timer`, `on_event`: see telemetry.py. Raises ValueError (settings, token), OSError (no lighthouse, no group
+    manager's state. `phase_timer`, `record_event`: see telemetry.py. Raises ValueError (settings, token), OSError (no lighthouse, no group
     server)."""
     if not settings.enable:
         return SoloManager(slot_size, skip_ranges)
@@ -171,7 +171,7 @@ def open_manager(
     gradients = (
         FragmentGradients(shared=process_group.IN_CHILD, quantized=settings.should_quantize) if semi_sync else None
     )
-    given = dict(store=store, agreement=agreement, restore=restore, phase_timer=phase_timer, on_event=on_event)
+    given = dict(store=store, agreement=agreement, restore=restore, phase_timer=phase_timer, record_event=record_event)
     manager = make(process_group, config, options, fingerprint=fingerprint, gradients=gradients, **given)
     outer: OuterOptimizer = (
         partial(SGD, lr=settings.outer_lr, momentum=settings.outer_momentum, nesterov=settings.outer_nesterov)

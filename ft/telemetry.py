@@ -56,7 +56,7 @@ class NoPhaseTimer(PhaseTimer):
     """An account that counts nothing."""
 
 
-class OnEvent(Protocol):
+class RecordEvent(Protocol):
     """A receiver of a group's events by name, from rank 0: "quorum" (quorum_id, groups, healing), "heal" (sources), "healed" (bytes),
     "failed" (reason), "lost work"; and from any rank "weights differ" (rank, groups; empty: no majority has equal weights)."""
 
@@ -88,13 +88,13 @@ class ManagerTelemetry:
         group_rank: int,
         step: Callable[[], int],
         phase_timer: PhaseTimer,
-        on_event: OnEvent,
+        record_event: RecordEvent,
         show_event: Callable[[str, int, str], None],
         inner_steps: int = 1,
         long_phase_s: float = 0.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._group_rank, self._step, self.phase_timer, self._on_event = group_rank, step, phase_timer, on_event
+        self._group_rank, self._step, self.phase_timer, self._record_event = group_rank, step, phase_timer, record_event
         self._show_event, self._inner_steps, self._long_phase_s = show_event, inner_steps, long_phase_s
         self._clock = clock
         # "": no wait; "sums": for other groups, in a reduction; "vote": for ranks of this group, which may be in a reduction
@@ -129,7 +129,7 @@ class ManagerTelemetry:
     def event(self, name: str, **what: object) -> None:
         """Reports, on rank 0, an event that all ranks of the group see."""
         if self._group_rank == 0:
-            self._on_event(name, self._step(), **what)
+            self._record_event(name, self._step(), **what)
 
     def failed(self, reason: str) -> None:
         """Reports that a generation failed, and with it the attempt at a step."""
@@ -155,7 +155,7 @@ class ManagerTelemetry:
     def difference(self, effect: m.WeightsDiffer, members: tuple[str, ...]) -> None:
         """Reports that the weights of groups differ."""
         rank, divergent, step = self._group_rank, effect.replica_ids, m.step_of(effect.step) * self._inner_steps
-        self._on_event("weights differ", step, rank=rank, groups=[*map(name_of, divergent)])
+        self._record_event("weights differ", step, rank=rank, groups=[*map(name_of, divergent)])
         whose = " and ".join(f"group {name_of(member)}" for member in divergent or members)
         others = len(members) - len(divergent)
         than = f"those of {others} other groups" if divergent else "each other, and no majority has equal ones"

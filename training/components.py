@@ -192,7 +192,7 @@ class Components:
             ),
             restore=self.restore,
             phase_timer=self.progress,
-            on_event=self.events,
+            record_event=self.events,
         )
         self.manager = self.cleanup.enter_context(closing(manager))
         self.manager.attach([*self.model.parts, *([self.ema] if self.ema is not None else [])])

@@ -159,7 +159,7 @@ class Rank(Trained):
             store=self.store,
             agreement=self.agreement() if self.agrees else None,
             phase_timer=self.progress,
-            on_event=lambda event, step, **what: self.told.append((event, step, what)),
+            record_event=lambda event, step, **what: self.told.append((event, step, what)),
             observer=lambda *what: self.seen.append(what),
         )
         self.manager.register_state("model", self.model.state_dict, self.model.load_state_dict)
