@@ -57,7 +57,7 @@ from ft.seam import (
     from_checkpoint,
     to_checkpoint,
 )
-from ft.telemetry import ManagerTelemetry, NoPhaseTimer, RecordEvent, PhaseTimer, Status, ignore_event
+from ft.telemetry import ManagerTelemetry, NoPhaseTimer, PhaseTimer, RecordEvent, Status, ignore_event
 
 HEAL_PHASES = (Phase.AWAITING_STATE, Phase.CLOSING_HEAL)  # phases whose only wait is for a heal
 PHASE_OF: dict[type[m.Effect], str] = {  # effects whose time counts as a phase of telemetry.PhaseTimer
@@ -102,8 +102,9 @@ class Manager:
     `process_group`: that of this rank and the same rank of the other replica groups; configured and closed here. `store`: the store of
     this replica group, if it has several ranks. `restore`: loads the newest valid checkpoint, if any, and with it this Manager's state
     (load_state_dict). `agreement`: decides on commits among the ranks of this group, if there are several; without it each rank votes on
-    each step at the group server. `phase_timer`, `record_event`: receive durations and events (telemetry.py). `observer`: receives every event
-    of the machine with its effects. `connect`: connects to the group server. `machine`, `client` and `closed` may be read from any thread.
+    each step at the group server. `phase_timer`, `record_event`: receive durations and events (telemetry.py). `observer`: receives every
+    event of the machine with its effects. `connect`: connects to the group server. `machine`, `client` and `closed` may be read from any
+    thread.
 
     Raises OSError (the group server does not start), ValueError (the access token, or a lighthouse of torchft without every_step),
     RuntimeError (several ranks without `store`)."""

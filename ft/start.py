@@ -13,7 +13,7 @@ from ft.config import Environment, FaultTolerance
 from ft.protocol.messages import STEPS_PER_BRANCH, Rewound
 from ft.protocol.step import Ledger
 from ft.seam import Commit, DataAssignment, Seam, StepTotals, Stopped, from_checkpoint, to_checkpoint
-from ft.telemetry import RecordEvent, PhaseTimer, ignore_event
+from ft.telemetry import PhaseTimer, RecordEvent, ignore_event
 
 if TYPE_CHECKING:
     from ft.agreement import Agreement

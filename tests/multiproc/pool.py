@@ -64,9 +64,15 @@ class Pool:
         store = str(Path(self._folder.name) / f"store-{self._runs}")
         file, name = function.__code__.co_filename, function.__name__
         ranks = self._workers[:world_size]
-        for rank, worker in enumerate(ranks):
-            worker.send(_Task(file, name, args, rank, world_size, store, timeout_s))
-        answers = _collect(ranks, timeout_s)
+        try:
+            for rank, worker in enumerate(ranks):
+                worker.send(_Task(file, name, args, rank, world_size, store, timeout_s))
+            answers = _collect(ranks, timeout_s)
+        except BaseException:  # such as pytest-timeout's: a late answer must not be taken for one of the next run
+            for worker in ranks:
+                worker.stop()
+                self._workers.remove(worker)
+            raise
         for worker, answer in zip(ranks, answers, strict=True):
             # died, still in there, or out of step: of no use to the next test
             if not isinstance(answer, _Answer) or not answer.fit:

@@ -141,6 +141,7 @@ def test_every_schedule(pool: Pool, world: int, pp: int) -> None:
     assert v["share"] > 0 and all(result["ZBVZeroBubble"]["share"] == 0 for result in results[1:])
 
 
+@pytest.mark.timeout(240)  # seven pipelines: 46 s beside two other tests
 def test_composed(pool: Pool, tmp_path: Path) -> None:
     """FSDP or DDP in each stage, checkpointing, a CSV file, splits by names and by count, more stages than torch keeps gathered."""
     file = tmp_path / "schedule.csv"
@@ -167,7 +168,7 @@ def test_composed(pool: Pool, tmp_path: Path) -> None:
         "V, norm apart": pipeline("ZBVZeroBubble", 2, **shards, module_fqns_per_model_part=norm_apart),
         "CSV": pipeline("1F1B", 2, **shards, pipeline_parallel_schedule_csv=str(file)),
     }
-    results = pool.run(4, differences, settings)
+    results = pool.run(4, differences, settings, timeout_s=200.0)
     for label in settings:
         assert_equal(results, label)
     assert [len(part) for part in results[0]["looped"]["parts"]] == [10, 9, 9, 9]
@@ -180,7 +181,7 @@ def test_with_matrices_and_sequences_cut(pool: Pool) -> None:
         "TP": pipeline("ZBVZeroBubble", 2, tensor_parallel_degree=2),
         "CP": pipeline("DualPipeV", 2, context_parallel_degree=2),
     }
-    results = pool.run(4, differences, settings)
+    results = pool.run(4, differences, settings, timeout_s=200.0)
     for label in settings:
         assert_equal(results, label)
 

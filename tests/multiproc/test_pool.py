@@ -42,6 +42,17 @@ def _gone(*_: object, **__: object) -> None:
     raise RuntimeError("the peer has gone")
 
 
+class Interrupted(BaseException):
+    """Raised in the middle of a run, as pytest-timeout raises."""
+
+
+def interrupts(pid: int) -> float:
+    dist.barrier()
+    if dist.get_rank() == 0:
+        os.kill(pid, signal.SIGUSR1)
+    return 0.0
+
+
 def one_never_comes() -> None:
     if dist.get_rank() == 0:
         signal.pause()
@@ -64,6 +75,20 @@ def test_the_traceback_of_the_rank_that_raised_is_shown(pool: Pool) -> None:
 def test_a_dead_worker_is_told_with_its_last_output_and_replaced(pool: Pool) -> None:
     with pytest.raises(WorkerError, match=r"rank 1 of 2: died \(exit code -9\)(.|\n)*about to go"):
         pool.run(2, one_dies)
+    assert [value for _, value in pool.run(2, total, 0.0)] == [1.0, 1.0]
+
+
+def test_the_answers_of_a_run_that_was_interrupted_are_not_those_of_the_next(pool: Pool) -> None:
+    def interrupt(*_: object) -> None:
+        raise Interrupted
+
+    before = signal.signal(signal.SIGUSR1, interrupt)
+    try:
+        with pytest.raises(Interrupted):
+            pool.run(2, interrupts, os.getpid())
+            signal.pause()  # if the answers were faster
+    finally:
+        signal.signal(signal.SIGUSR1, before)
     assert [value for _, value in pool.run(2, total, 0.0)] == [1.0, 1.0]
 
 
