@@ -24,7 +24,11 @@ LAYOUTS = {
     "llama": (1, []),
     "llama3_1b": (1, []),
     "llama3_8b": (2, ["--parallelism.data_parallel_shard_degree=2"]),
-    "llama3_70b": (2, ["--parallelism.data_parallel_shard_degree=1", "--parallelism.tensor_parallel_degree=2"]),
+    # compiled with tensor parallelism: tests/multiproc/test_layouts.py; a trace takes a minute of two processes beside other tests
+    "llama3_70b": (
+        2,
+        ["--parallelism.data_parallel_shard_degree=1", "--parallelism.tensor_parallel_degree=2", "--compile.enable=false"],
+    ),
     "qwen3_0.6b": (1, []),
     "qwen3_32b": (2, ["--parallelism.data_parallel_shard_degree=1", "--parallelism.tensor_parallel_degree=2"]),
     "moe": (1, []),
