@@ -185,8 +185,8 @@ class Run(Components):
         if commit is None:  # ft/gradients.py keeps this group's own gradients for the retry
             self.optimizer.zero_grad()
             return False
-        if not finite:  # the other groups go on, and its slots come again, MAX_UNABLE times in all
-            self.log.warning("%s", self.nonfinite(local, "has nothing of this group"))
+        if not finite and (error := self.nonfinite(local, "has nothing of this group")) and not self.world.global_rank:
+            self.log.warning("%s", error)  # the other groups go on, and its slots come again, MAX_UNABLE times in all
         step = self.manager.step  # exceeds assignment.step + 1 if this group has healed meanwhile
         update = local.own_update or self.optimizer_step.step(step - 1, commit.divisor, commit.mean_loss)
         spike = update.spike
@@ -306,7 +306,7 @@ class Run(Components):
         ran = [(batch.slot, batch.positions, loss.item()) for batch, loss in local.losses]
         named = [named for part in self.model.parts for named in part.named_parameters()]
         gradients = {name: cast("DTensor", p.grad).to_local() for name, p in named if p.grad is not None}
-        texts = gather_texts(self.world, "not finite", describe_nonfinite(self.world.global_rank, ran, gradients))
+        texts = gather_texts(self.world, step, describe_nonfinite(self.world.global_rank, ran, gradients))
         return NonFinite(f"{step}: {'; '.join(filter(None, texts)) or 'the gradient norm is not finite'}")
 
     def validate(self) -> None:

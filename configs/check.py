@@ -136,11 +136,10 @@ def _check_tensor_parallel(config: RunConfig) -> None:
     if tp > 1:
         config.model.check_tensor_parallel(tp)
     if config.parallelism.enable_async_tensor_parallel:
+        compiled = _inductor_blocks(config)
         reasons = {
             "parallelism.tensor_parallel_degree = 1 leaves nothing to overlap": tp == 1,
-            "it needs compile.enable = true, model in compile.components and compile.backend = inductor": not _inductor_blocks(
-                config
-            ),
+            "it needs compile.enable = true, model in compile.components and compile.backend = inductor": not compiled,
             f"it needs {tp} CUDA devices that reach each other's memory (NVLink)": torch.cuda.device_count() < tp,
         }
         if reason := next((reason for reason, applies in reasons.items() if applies), ""):

@@ -36,9 +36,8 @@ class GroupConfig:
     address: str = ""
     store_address: str = ""
     times: m.Timeouts = field(default_factory=m.Timeouts)
-    retries: int | None = (
-        None  # retries of a failed request to the lighthouse; None, or -1 as in torchft: as long as a rank waits
-    )
+    # retries of a failed request to the lighthouse; None, or -1 as in torchft: as long as a rank waits
+    retries: int | None = None
     retry_s: float = 1.0
     max_active_groups: int | None = None  # most groups that are assigned slots, the others are spares; None: all
 
@@ -499,9 +498,7 @@ def plan(
         heal=me in sources_of,
         sources=tuple(Source(rank, members[rank].address) for rank in sources_of.get(me, ())),
         recover_dst_replica_ranks=tuple(rank for rank, from_ranks in sources_of.items() if me in from_ranks),
-        participants=tuple(x.replica_id for rank, x in enumerate(members) if rank not in sources_of)[
-            :max_active_groups
-        ],
+        participants=tuple(id for rank, id in enumerate(quorum.ids) if rank not in sources_of)[:max_active_groups],
         assigned=holders[0].assigned if len({x.assignment_id for x in holders}) == 1 else 0,
         same_generation=same_generation,
         handles=tuple(

@@ -1,6 +1,8 @@
 """What is said of a loss or gradient that is not a number."""
 
 import math
+from contextlib import nullcontext, suppress
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -49,6 +51,28 @@ def test_a_long_list_is_counted_instead() -> None:
     text = describe_nonfinite(0, [(n, (n,), math.nan) for n in range(4)], gradients)
     assert "loss nan at slot 2, position 2; 1 more local batches; gradient of layers.0.w" in text
     assert text.endswith("gradient of layers.2.w (1 of 1 values: nan); 7 more parameters")
+
+
+def test_a_step_without_this_group_names_what_it_left_out_each_time() -> None:
+    """The group contributes zeros with on_spike = "stop"; the other groups commit the step."""
+    said: list[str] = []
+    run: Any = SimpleNamespace(
+        world=SimpleNamespace(global_rank=0, world_size=1, store=HashStore()),
+        config=SimpleNamespace(training=SimpleNamespace(on_spike="stop", steps=9)),
+        progress=SimpleNamespace(phase=lambda name: nullcontext()),
+        manager=SimpleNamespace(step=0, reduce=lambda *sums: sums, commit=lambda sums: object()),
+        model=SimpleNamespace(parts=[]),
+        log=SimpleNamespace(warning=lambda text, *values: said.append(text % values)),
+    )
+    run.nonfinite = partial(Run.nonfinite, run)
+    losses: Any = [(SimpleNamespace(slot=40, positions=range(40, 48)), torch.tensor(math.nan))]
+    for step in (4, 5):
+        run.manager.begin_step = lambda until, step=step: SimpleNamespace(step=step)
+        run.compute_step = lambda _, step=step: LocalStep([8.0], math.nan, False, step, losses)
+        with suppress(AttributeError):  # the update, which is not looked at here
+            Run.train_step(run)
+    line = "has nothing of this group: rank 0: loss nan at slot 40, positions 40-47"
+    assert said == [f"step 5 {line}", f"step 6 {line}"]
 
 
 def test_a_norm_may_be_too_great_where_each_gradient_is_finite() -> None:
