@@ -160,9 +160,8 @@ class Manager:
         self.closed = threading.Event()
         self.client = connect(self.membership.address, config.group_rank, config.access)
         self.want_to_leave = self.client.want_to_leave
-        self.step = (
-            0  # commits in the trainer's state (rounds with inner_steps > 1); the machine may be ahead by held steps
-        )
+        # commits in the trainer's state (rounds with inner_steps > 1); the machine may be ahead by held steps
+        self.step = 0
         self.commit_id = ""  # commit ID of that state: equal IDs, the same history
         self.quorum: m.QuorumResult | None = None  # the newest quorum, as this rank has it
         self._launched = 0  # attempts that were launched in the newest quorum

@@ -32,9 +32,8 @@ LEAP = 1_000_000  # ids skipped after the state file was lost: more than can hav
 @dataclass(frozen=True)
 class LighthouseConfig:
     min_replicas: int = 1  # fewest members of a quorum, healing ones included
-    join_timeout_s: float = (
-        60.0  # wait of a former member's first quorum request (else any group's) for healthy groups that have made none
-    )
+    # wait of a former member's first quorum request (else any group's) for healthy groups that have made none
+    join_timeout_s: float = 60.0
     tick_s: float = 0.1
     times: Timeouts = field(default_factory=Timeouts)
     num_replica_groups: int = 0  # number of groups that the job is meant to have; 0: unknown
