@@ -30,7 +30,7 @@ import torch.distributed as dist
 from bench.job import memory_bytes, reset_peak
 from bench.pairs import in_turns, parser, ratio, serve, spread, table, workers
 from ft.healing.capture import StateRegistry
-from ft.healing.format import CHUNK_BYTES, digest
+from ft.healing.format import CHUNK_BYTES, chunk_digest
 from ft.healing.http_transport import HttpTransport
 from ft.healing.pg_transport import MESSAGE_CHUNKS, WINDOW, PgTransport
 from ft.healing.transport import StateSource, Transport
@@ -125,7 +125,7 @@ class HealingSide:
 
         def compare(message: torch.Tensor) -> None:
             for number, chunk in enumerate(message.split(CHUNK_BYTES) if "digests" in kind else ()):
-                digest(number, chunk.numpy().data)
+                chunk_digest(number, chunk.numpy().data)
 
         def complete() -> None:
             work, message = under_way.popleft()

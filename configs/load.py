@@ -41,11 +41,29 @@ def load(argv: Sequence[str]) -> RunConfig:
     # Nothing is held out if nothing is validated, except in a run that began otherwise
     share: Any = config.training.dataset_held_out if config.validation.enable else 0.0
     with suppress(ConfigError):  # check_saved reports it
-        saved = config.run_folder / FILE_NAME
-        if saved.exists():  # a key that it lacks has the default
-            before = document.read(str(saved))[0].get("training", {})
-            share = before.get("dataset_held_out", config.training.dataset_held_out)
+        if (saved := read_saved(config.run_folder)) is not None:  # a key that it lacks has the default
+            share = saved.get("training", {}).get("dataset_held_out", config.training.dataset_held_out)
     return dataclasses.replace(config, training=dataclasses.replace(config.training, dataset_held_out=float(share)))
+
+
+def read_saved(folder: Path) -> dict[str, Any] | None:
+    """Returns the tables of a run's saved settings, None without that file. Raises ConfigError for a file that no launch has written."""
+    path = folder / FILE_NAME
+    if not path.exists():
+        return None
+    try:
+        tables, origin = document.read(str(path))
+        for name, table in tables.items():
+            if not isinstance(table, dict):
+                raise ConfigError(f"{origin.place(name)} = {to_text(table)}: must be a table")
+        numbers: dict[str, tuple[type, ...]] = {"global_batch_size": (int,), "dataset_held_out": (int, float)}
+        for name, kinds in numbers.items():  # all other saved values are compared as text
+            value = tables.get("training", {}).get(name, 0)
+            if type(value) not in kinds:  # True is an int
+                raise ConfigError(f"{origin.place(f'training.{name}')} = {to_text(value)}: must be a number")
+    except ConfigError as error:
+        raise ConfigError(f"{error}; an earlier launch of this run wrote it: restore it, or remove it") from None
+    return tables
 
 
 def sections_of(written: tuple[Mapping[str, Any], Origin], given: Overrides) -> dict[str, type]:

@@ -13,10 +13,9 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from configs import document
 from configs.errors import ConfigError, raise_problems
 from configs.keys import to_text
-from configs.load import FILE_NAME, section_types
+from configs.load import FILE_NAME, read_saved, section_types
 from configs.schema import RunConfig
 from parallelisms.mesh import degrees
 from training.appended import replace_file
@@ -121,12 +120,8 @@ def check_saved(config: RunConfig, folder: Path, *, world_size: int | None = Non
     if config.checkpoint.enable and is_url(config.checkpoint.folder) and not saved.exists():
         with suppress(OSError):  # of a store that does not answer, the checkpoint's error is reported
             ObjectStore(config.checkpoint.place(folder)).fetch_files(folder, [FILE_NAME])
-    if not saved.exists():
+    if (before := read_saved(folder)) is None:
         return {}
-    try:
-        before, _ = document.read(str(saved))
-    except ConfigError as error:
-        raise ConfigError(f"{error}; an earlier launch of this run wrote it: restore it, or remove it") from None
     differences = list(_differences(config, before, world_size))
     kinds = (config.training.dataset, before.get("training", {}).get("dataset"))
     # a stream has one order, and no position that another data set could continue

@@ -147,7 +147,7 @@ class Seam(Protocol):
         """Rewinds of this history, of which each began a branch; the first branch, 0, began at step 0."""
 
     def show_event(self, lane: str, text: str) -> None:
-        """Shows a message on the dashboard, if there is one, in a lane of rpc.codec.LANES. From any thread; it may get lost."""
+        """Shows a message on the dashboard, if there is one, in a lane of rpc.codec.CLIENT_LANES. From any thread; it may get lost."""
 
     def state_dict(self) -> dict[str, Any]:
         """Returns step and ledger for a checkpoint, in the same form in all managers. load_state_dict ignores the open assignment in the

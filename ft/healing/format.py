@@ -1,7 +1,7 @@
 """The format in which a state is sent: a header that describes it, then the bytes of all tensors, in chunks with a digest each.
 
 Flow: capture.py makes a StateManifest of the registered state; a transport sends `StateManifest.encode()`, then chunk after chunk with its
-`digest`; the joiner parses the header by `StateManifest.parse`, which validates everything, and verifies every chunk.
+`chunk_digest`; the joiner parses the header by `StateManifest.parse`, which validates everything, and verifies every chunk.
 
 The header is JSON, without pickle or code: names, dtypes, shapes and offsets of the tensors, and the rest of the state as values. Tensors
 follow each other in the header's order, each aligned to 64 bytes, with zeros between.
@@ -169,7 +169,7 @@ def _shape(listed: Any) -> tuple[int, ...]:
     return tuple(listed)
 
 
-def digest(chunk: int, data: memoryview) -> bytes:
+def chunk_digest(chunk: int, data: memoryview) -> bytes:
     """Returns XOR and wrapping sum of the 64-bit words, combined with the chunk's number and length, so that misplaced chunks differ. It
     guards against accidents; tokens and TLS against attacks. numpy is twice as fast as torch, which has no XOR reduction."""
     aligned = len(data) & ~7

@@ -26,7 +26,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ft.healing.capture import StagingBuffer
-from ft.healing.format import DIGEST_BYTES, digest
+from ft.healing.format import DIGEST_BYTES, chunk_digest
 from ft.healing.transport import VALIDITY_TOKEN_BYTES, StateOffer, Withdrawn
 from ft.rpc.access import Access, Endpoint
 
@@ -257,7 +257,7 @@ class _Connection:
     def _send_checked(self, offer: StateOffer, data: bytes) -> None:
         """Replies with `data`, its digest and the validity token."""
         self._reply(200, len(data) + DIGEST_BYTES + VALIDITY_TOKEN_BYTES)
-        self._send(data, digest(0, memoryview(data)))
+        self._send(data, chunk_digest(0, memoryview(data)))
         self._send_validity_token(offer)
 
     def _send_validity_token(self, offer: StateOffer) -> None:

@@ -24,7 +24,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ft.healing.capture import StagingBuffer, StateView, TensorPayload
-from ft.healing.format import DIGEST_BYTES, MAX_HEADER_BYTES, FormatError, StateManifest, digest
+from ft.healing.format import DIGEST_BYTES, MAX_HEADER_BYTES, FormatError, StateManifest, chunk_digest
 from ft.healing.http_server import MAX_HEAD_BYTES, HealServer, after
 from ft.healing.transport import (
     VALIDITY_TOKEN_BYTES,
@@ -147,7 +147,7 @@ class SourceConnection:
     def read_checked(self, length: int, what: str) -> bytes:
         """Reads data that is followed by its digest and the validity token. Raises SourceFailed and OSError."""
         data, expected = self.read(length - DIGEST_BYTES - VALIDITY_TOKEN_BYTES), self.read(DIGEST_BYTES)
-        if digest(0, memoryview(data)) != expected:
+        if chunk_digest(0, memoryview(data)) != expected:
             raise SourceFailed(f"{what} damaged on the way")
         self.read_validity_token()
         return data
@@ -360,7 +360,7 @@ class HttpFetch:
                 view = staging.view[: end - start] if memory is None else memory
                 # damaged data may be written, as the state is void until everything is verified
                 connection.fill(view, memoryview(expected))
-                if hmac.compare_digest(digest(chunk, view), expected):
+                if hmac.compare_digest(chunk_digest(chunk, view), expected):
                     got.append(chunk)
                     if memory is None:
                         body.write(chunk, staging)

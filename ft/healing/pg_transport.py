@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from ft.healing.capture import StagingBuffer, StateView, TensorPayload
-from ft.healing.format import CHUNK_BYTES, DIGEST_BYTES, MAX_HEADER_BYTES, FormatError, StateManifest, digest
+from ft.healing.format import CHUNK_BYTES, DIGEST_BYTES, MAX_HEADER_BYTES, FormatError, StateManifest, chunk_digest
 from ft.healing.transport import (
     VALIDITY_TOKEN_BYTES,
     HealConfig,
@@ -345,4 +345,4 @@ def _bytes(data: bytes) -> torch.Tensor:
 def _digests(first: int, data: torch.Tensor) -> torch.Tensor:
     view = data.numpy().data
     chunks = range(0, len(view), CHUNK_BYTES)
-    return _bytes(b"".join(digest(first + i, view[at : at + CHUNK_BYTES]) for i, at in enumerate(chunks)))
+    return _bytes(b"".join(chunk_digest(first + i, view[at : at + CHUNK_BYTES]) for i, at in enumerate(chunks)))

@@ -28,7 +28,7 @@ from typing import Any, Protocol
 import torch
 
 from ft.healing.capture import StagingBuffer, StateView
-from ft.healing.format import CHUNK_BYTES, digest
+from ft.healing.format import CHUNK_BYTES, chunk_digest
 
 VALIDITY_TOKEN_BYTES = 16  # an offer's random token, sent last in a reply: proves that the offer was still valid
 MAX_JOINERS = 64  # joiners that have not received everything
@@ -256,7 +256,7 @@ class StateOffer:
         return place
 
     def digest_of(self, chunk: int, memory: memoryview) -> bytes:
-        return self.digests.get(chunk) or self.digests.setdefault(chunk, digest(chunk, memory))
+        return self.digests.get(chunk) or self.digests.setdefault(chunk, chunk_digest(chunk, memory))
 
     @property
     def is_fully_sent(self) -> bool:

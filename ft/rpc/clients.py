@@ -230,7 +230,7 @@ class GroupClient:
         self._send("report", message)
 
     def happened(self, lane: str, step: int, text: str) -> None:
-        """Sends an event for the dashboard's timeline. `lane`: one of codec.LANES. It may get lost."""
+        """Sends an event for the dashboard's timeline. `lane`: one of codec.CLIENT_LANES. It may get lost."""
         self._send("happened", codec.happened_message(lane, step, text))
 
     def rejoin_under_new_id(self, quorum_id: int, reason: str) -> None:

@@ -34,7 +34,7 @@ MAX_DIGESTS = 256  # digests in a fingerprint
 MAX_NAMED = 65_536  # members blamed by one request or report
 MAX_LINE = 500  # characters of a line that the dashboard shows
 # legal Happened.lane: a failed step, divergent weights, a failed write, changed settings
-LANES = ("commit", "corruption", "storage", "settings")
+CLIENT_LANES = ("commit", "corruption", "storage", "settings")
 ORDERS = ("drain", "kill")  # legal Order.kind
 REPORT_BYTES = ("healed_bytes", "heal_done_bytes", "heal_total_bytes")
 NOTICES = {field.name: getattr(m, field.message_type.name) for field in pharos_pb2.Notice.DESCRIPTOR.fields}
@@ -205,7 +205,7 @@ def happened_message(lane: str, step: int, text: str) -> pharos_pb2.Happened:
 
 def check_happened(message: pharos_pb2.Happened) -> pharos_pb2.Happened:
     """Returns the message if it is valid. Raises ValueError."""
-    _one_of("lane", message.lane, LANES)
+    _one_of("lane", message.lane, CLIENT_LANES)
     if not m.VOID <= message.step <= MAX_STEP or len(message.text) > MAX_LINE:
         raise ValueError(
             f"step {message.step}, {len(message.text)} characters: legal is {m.VOID} to {MAX_STEP}, up to {MAX_LINE}"

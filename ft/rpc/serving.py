@@ -22,7 +22,7 @@ MAX_MESSAGE = 16 << 20  # bytes of a message: a quorum of some 50,000 groups, wh
 MAX_CONNECTIONS = 16_384
 MAX_CALLS = 65_536
 CALLS_PER_KEY = 64  # waiting calls of one caller, which needs one, and one or two more for late copies
-MAX_REASON = 1000  # characters
+MAX_STATUS_CHARS = 1000  # of the text of a gRPC status
 OTHER_FILES = 512  # descriptors kept free of gRPC connections; the dashboard's own limit is far below this
 HELLO_S = 10.0  # timeout for the first byte of a connection, and for the hello of a stream
 STOP_S = 2.0  # time in which calls must end when the server stops
@@ -40,7 +40,7 @@ class CallRefused(Exception):
 
     def __init__(self, code: grpc.StatusCode, reason: str) -> None:
         super().__init__(reason)
-        self.code, self.reason = code, reason[:MAX_REASON]
+        self.code, self.reason = code, reason[:MAX_STATUS_CHARS]
 
 
 STOPS = CallRefused(grpc.StatusCode.UNAVAILABLE, "this server stops")

@@ -17,7 +17,7 @@ from ft.healing.format import (
     MAX_HEADER_BYTES,
     FormatError,
     StateManifest,
-    digest,
+    chunk_digest,
     from_json,
     to_json,
 )
@@ -236,22 +236,22 @@ def test_digest_is_its_definition(data: bytes, chunk: int):
     place = (chunk * 0x9E3779B97F4A7C15 + len(data) + 1) % 2**64
     xored, added = words(data)
     expected = (xored ^ place).to_bytes(8, "little") + ((added + place) % 2**64).to_bytes(8, "little")
-    assert digest(chunk, memoryview(data)) == expected
+    assert chunk_digest(chunk, memoryview(data)) == expected
 
 
 def test_digest_sees_every_flipped_bit_and_misplaced_chunk():
     draw = random.Random(1)
     data = bytearray(draw.randbytes(CHUNK_BYTES))
-    right = digest(5, memoryview(data))
+    right = chunk_digest(5, memoryview(data))
     for _ in range(200):
         place, bit = draw.randrange(len(data)), 1 << draw.randrange(8)
         data[place] ^= bit
-        assert digest(5, memoryview(data)) != right
+        assert chunk_digest(5, memoryview(data)) != right
         data[place] ^= bit
-    assert digest(5, memoryview(data)) == right
-    assert digest(6, memoryview(data)) != right
-    assert digest(5, memoryview(data)[:-8]) != right
-    assert digest(5, memoryview(bytes(64))) != digest(5, memoryview(bytes(128)))
+    assert chunk_digest(5, memoryview(data)) == right
+    assert chunk_digest(6, memoryview(data)) != right
+    assert chunk_digest(5, memoryview(data)[:-8]) != right
+    assert chunk_digest(5, memoryview(bytes(64))) != chunk_digest(5, memoryview(bytes(128)))
 
 
 def test_pieces_cover_the_body():
