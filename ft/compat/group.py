@@ -212,12 +212,15 @@ class TorchftConnection(LighthouseConnection):
         except ValueError as error:
             self._on_event(m.LighthouseRefused(call.member.replica_id, "FAILED_PRECONDITION", str(error)))
 
-    async def _keep_open(self, replica_id: str, settled: Callable[[], int]) -> None:
+    async def _keep_open(self, replica_id: str, settled: Callable[[], int], is_stopped: Callable[[], bool]) -> None:
         """Sends heartbeats, each in a call of its own, as there is no stream; the lighthouse sends nothing but replies."""
         request = torchft_pb2.LighthouseHeartbeatRequest(replica_id=replica_id).SerializeToString()
         call = self._channel.unary_unary("/torchft.LighthouseService/Heartbeat")
         logged = ""
         while True:
+            if is_stopped():
+                await asyncio.sleep(BEAT_S)
+                continue
             sent_s = now_s()
             try:
                 await call(request, timeout=5.0, metadata=self._metadata)

@@ -38,6 +38,7 @@ from ft.healing.transport import (
     Withdrawn,
 )
 from ft.process_groups.store import StoreClient, serve, sweep
+from ft.protocol.messages import incarnation_of
 from ft.rpc.access import Endpoint
 
 MESSAGE_CHUNKS = 16
@@ -201,8 +202,9 @@ class PgFetch:
 
 
 def _prefix(address: str, source: str, joiner: str, quorum_id: int, step: int) -> str:
-    """Returns the prefix of a joiner's keys in its source's store, as `sweep` expects it."""
-    return f"{address}/heal/{quorum_id}/{step}/{source}/{joiner}"
+    """Returns the prefix of a joiner's keys in its source's store, as `sweep` expects it. Each side knows itself by the ID of its launch,
+    and the other by that in the quorum, which has a rejoin count if that one was lost meanwhile: only the incarnations are equal."""
+    return f"{address}/heal/{quorum_id}/{step}/{incarnation_of(source)}/{incarnation_of(joiner)}"
 
 
 def _request(store: StoreClient, what: str) -> int:

@@ -201,7 +201,11 @@ class GroupService:
         self.spawn(self._beat_for_ever())
 
     def _open_stream(self, known_as: m.OpenStream | GroupMachine) -> None:
-        self.link.open_stream(known_as.replica_id, lambda: self._reports.settled)
+        self.link.open_stream(known_as.replica_id, lambda: self._reports.settled, self._is_stopped)
+
+    def _is_stopped(self) -> bool:
+        """Returns True while a trainer is stopped (SIGSTOP): the group then sends no heartbeat, so that it counts as lost."""
+        return any(process.is_stopped() for process in self.processes.values())
 
     def on_lighthouse_event(self, event: m.Event) -> None:
         """Feeds an event from the lighthouse, unless the group has left: the refusal LOST that follows its Leave would make it return under
@@ -312,8 +316,8 @@ class GroupService:
             await asyncio.sleep(self.config.times.beat_s if was_sent else RECHECK_S)
 
     async def _beat(self) -> bool:
-        """Sends a heartbeat. Returns False if none was sent because a trainer is stopped (SIGSTOP), so that the group counts as lost."""
-        if any(process.is_stopped() for process in self.processes.values()):
+        """Sends a heartbeat. Returns False if a trainer is stopped."""
+        if self._is_stopped():
             return False
         dying = [rank for rank, process in self.processes.items() if process.is_dying()]
         self._dying_since_s = (self._dying_since_s or now_s()) if dying else None

@@ -88,12 +88,15 @@ class LighthouseConnection:
         """Sends a quorum request, and feeds the event of its answer or failure."""
         raise NotImplementedError
 
-    def open_stream(self, replica_id: str, settled: Callable[[], int]) -> None:
-        """Opens a stream in place of the one before, and reopens it when it breaks. `settled`: returns the newest settled step."""
+    def open_stream(
+        self, replica_id: str, settled: Callable[[], int], is_stopped: Callable[[], bool] = lambda: False
+    ) -> None:
+        """Opens a stream in place of the one before, and reopens it when it breaks. `settled`: returns the newest settled step.
+        `is_stopped`: returns True while the group is to send no heartbeat, for a connection that sends them without `send`."""
         self.close_stream()
-        self._presence = self._spawn(self._keep_open(replica_id, settled))
+        self._presence = self._spawn(self._keep_open(replica_id, settled, is_stopped))
 
-    async def _keep_open(self, replica_id: str, settled: Callable[[], int]) -> None:
+    async def _keep_open(self, replica_id: str, settled: Callable[[], int], is_stopped: Callable[[], bool]) -> None:
         """Shows the lighthouse that the group is alive, until it is cancelled."""
         raise NotImplementedError
 
@@ -164,7 +167,7 @@ class PharosConnection(LighthouseConnection):
     def _unary(self, path: str, request: bytes, timeout_s: float) -> Any:
         return self._channel.unary_unary(path)(request, timeout=timeout_s, metadata=self._metadata)
 
-    async def _keep_open(self, replica_id: str, settled: Callable[[], int]) -> None:
+    async def _keep_open(self, replica_id: str, settled: Callable[[], int], is_stopped: Callable[[], bool]) -> None:
         logged = ""
         while True:
             stream = self._channel.stream_stream("/pharos.Lighthouse/Watch")(metadata=self._metadata)

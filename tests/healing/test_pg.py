@@ -164,6 +164,18 @@ def test_two_sources_and_one_is_enough(gone: bool):
     assert len(wires) == 1 + gone
 
 
+def test_both_sides_were_lost_and_returned():
+    """A quorum names them with rejoin counts, which they had not when their transports were made."""
+    group, joiner, wires = large(1, chunks=2), large(2, chunks=2), dict[str, Wire]()
+    source, transport = (
+        PgTransport(lambda: QueueGroup(wires, patience_s=0.5), "127.0.0.1", name) for name in ("a:4f", "j:7c")
+    )
+    source.offer(group.view(), quorum_id=3, step=7, joiners=["j:7c.1"])
+    named = [StateSource("a:4f.2", source.address)]
+    joiner.state.load(transport.fetch(named, joiner.view(), quorum_id=3, step=7))
+    assert equal(joiner.loaded, group.values) and source.fence() is Fenced.FREE
+
+
 def test_requests_of_an_older_quorum_are_swept():
     group, joiner = large(1, chunks=2), large(2, chunks=2)
     source, transport = pair(group)

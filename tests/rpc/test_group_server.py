@@ -22,6 +22,7 @@ import pytest
 
 from ft import LighthouseServer
 from ft.children import LAUNCHER_SIGNALS
+from ft.compat.group import TorchftConnection
 from ft.protocol import messages as m
 from ft.protocol.group import GroupConfig
 from ft.rpc import codec
@@ -495,6 +496,38 @@ def test_a_trainer_that_stops_and_goes_on_is_seen_to_go_on():
         return len([*looks])
 
     assert asyncio.run(beats()) == 0
+
+
+def test_torchfts_lighthouse_gets_no_heartbeat_of_a_stopped_trainer():
+    """Its connection sends them itself, and the group's server lives on."""
+
+    async def looks_left() -> int:
+        looks, beaten = iter([True] * 5), asyncio.Event()
+
+        class Heartbeats(grpc.GenericRpcHandler):  # type: ignore[misc]
+            def service(self, details: Any) -> Any:
+                async def heartbeat(request: bytes, context: Any) -> bytes:
+                    beaten.set()
+                    return b""
+
+                return grpc.unary_unary_rpc_method_handler(heartbeat)
+
+        server = grpc.aio.server()
+        server.add_generic_rpc_handlers((Heartbeats(),))
+        port = server.add_insecure_port("127.0.0.1:0")
+        await server.start()
+        lighthouse = f"http://127.0.0.1:{port}"
+        service = GroupService(GroupConfig("a:1", 1), lighthouse, Access(), lambda reason: None, TorchftConnection)
+        trainer: Any = SimpleNamespace(is_stopped=lambda: next(looks, False), is_dying=lambda: False)
+        service.processes[0] = trainer
+        service.start()
+        await asyncio.wait_for(beaten.wait(), WAIT_S)
+        left = len([*looks])
+        await service.close()
+        await server.stop(0)
+        return left
+
+    assert asyncio.run(looks_left()) == 0
 
 
 def test_the_name_of_a_trainer_that_was_killed_and_cannot_die_gets_free():
