@@ -68,6 +68,7 @@ class LighthouseMachine:
         self._epoch, self._last_id, self._settled = epoch, 0, 0
         self._fingerprint: Fingerprint = ()  # the job's
         self._last_tick_s = now_s
+        self._excused_until_s = now_s  # until then a closed stream is no sign of a death; see _notice_stop
         self._persisted = (0, now_s)  # settled step of the last Persist, and its time
         takeover_s = math.inf if config.times.takeover_s is None else config.times.takeover_s
         self._state_file_lost = not (saved or fresh)
@@ -97,6 +98,8 @@ class LighthouseMachine:
 
     def handle(self, event: Event, now_s: float) -> Out:
         self._out = []
+        if now_s - self._last_tick_s - self.config.tick_s > self.config.times.heartbeat_timeout_s / 2:
+            self._notice_stop(now_s)
         match event:
             case Call():
                 self._on_call(event, now_s)
@@ -126,6 +129,17 @@ class LighthouseMachine:
         return Out(tuple(self._out), self.reason)
 
     # ---- events
+
+    def _notice_stop(self, now_s: float) -> None:
+        """Moves all deadlines: this process was stopped, and the gap does not count as silence. Groups may have given up their streams
+        meanwhile, since they got no answers, so for a heartbeat timeout a closed stream does not count either."""
+        timeout_s = self.config.times.heartbeat_timeout_s
+        gap_s, self._last_tick_s = now_s - self._last_tick_s - self.config.tick_s, now_s
+        self._excused_until_s = now_s + timeout_s
+        self._awaits_reports_until_s += gap_s
+        self.roster.extend_deadlines(gap_s, now_s)
+        if self._record:
+            self._record.extend_deadlines(gap_s, now_s)
 
     def _on_call(self, event: Call, now_s: float) -> None:
         if self._refuse_call(event, now_s):
@@ -190,11 +204,11 @@ class LighthouseMachine:
             self._record.bring_up_to_date(replica_id, known_id)
 
     def _on_stream_closed(self, replica_id: str, now_s: float) -> None:
-        """Counts the group as lost, since the kernel closes the stream of a process that died. If this lighthouse itself was stopped, the
-        group may have closed the stream because it got no answers: then only the heartbeat timeout counts."""
+        """Counts the group as lost, since the kernel closes the stream of a process that died; after a stop of this lighthouse only once
+        it is silent."""
         timeout_s = self.config.times.heartbeat_timeout_s
         peer = self.roster.peers.get(replica_id)
-        if peer and now_s - self._last_tick_s - self.config.tick_s > timeout_s / 2:
+        if peer and now_s < self._excused_until_s:
             peer.stream = False
             if peer.cancelled:
                 self.roster.drop_call(replica_id)
@@ -237,12 +251,7 @@ class LighthouseMachine:
 
     def _on_tick(self, now_s: float) -> None:
         roster, record, times = self.roster, self._record, self.config.times
-        gap_s = now_s - self._last_tick_s - self.config.tick_s
         self._last_tick_s = now_s
-        if gap_s > times.heartbeat_timeout_s / 2:  # this process was stopped: the gap does not count as silence
-            roster.extend_deadlines(gap_s, now_s)
-            if record:
-                record.extend_deadlines(gap_s, now_s)
         silent = roster.silent(now_s, times.heartbeat_timeout_s)
         self._lose(silent, f"silent for {times.heartbeat_timeout_s:g} s")
         for replica_id in silent:

@@ -197,5 +197,7 @@ class QuorumRecord:
     def extend_deadlines(self, gap_s: float, now_s: float) -> None:
         """Moves the start of all waits by `gap_s`, for which this lighthouse was stopped."""
         self._change_at_s = min(self._change_at_s + gap_s, now_s)
+        if self._deadlock_since_s is not None:
+            self._deadlock_since_s = min(self._deadlock_since_s + gap_s, now_s)
         for since in (self._waiting, self._waited, self._phase_since_s):
             since.update({i: min(since_s + gap_s, now_s) for i, since_s in since.items()})

@@ -385,11 +385,12 @@ class Roster:
             self.readmit(now_s)
 
     def extend_deadlines(self, gap_s: float, now_s: float) -> None:
-        """Moves all times of last messages and requests by `gap_s`, for which this lighthouse was stopped."""
+        """Moves the start of all waits by `gap_s`, for which this lighthouse was stopped."""
         for peer in self.peers.values():
             peer.seen_at_s, peer.called_at_s = min(peer.seen_at_s + gap_s, now_s), min(peer.called_at_s + gap_s, now_s)
         for claim in self.claims.values():
             claim.seen_at_s = min(claim.seen_at_s + gap_s, now_s)
+        self.no_longer_members = {i: min(since_s + gap_s, now_s) for i, since_s in self.no_longer_members.items()}
 
 
 def pairs_among(ids: Collection[str], blames: Mapping[str, Collection[str]]) -> Pairs:
