@@ -150,7 +150,7 @@ class FaultTolerance:
         "while more is missing",
         ">= 0",
     ] = 256 << 20
-    heal_backlog: Annotated[int, "steps that a joining group may be behind while its state arrives", ">= 0"] = 2
+    heal_backlog: Annotated[int, "steps that a joining group may be behind while its state arrives", ">= 1"] = 2
     # Semi-synchronous training, for groups with a low-bandwidth link between them (docs/semi_sync.md).
     semi_sync_method: Annotated[
         Literal["none", "local_sgd", "diloco"],

@@ -726,7 +726,7 @@ class Manager:
         self.healer.load()
         self.step, self.commit_id = step % STEPS_PER_BRANCH, self.quorum.reference[2]
         log.info("step %d is healed", self.step * self._options.inner_steps)
-        self._telemetry.event("healed", bytes=self.healer.received_bytes)
+        self._telemetry.event("healed", bytes=self.state.view().manifest.total_bytes)
 
     def _load_checkpoint(self) -> m.Event:
         self.healer.drop()

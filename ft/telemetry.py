@@ -135,7 +135,7 @@ class ManagerTelemetry:
         """Reports that a generation failed, and with it the attempt at a step."""
         self.event("failed", reason=reason)
         if self._group_rank == 0:
-            self._show_event("commit", self._step() // self._inner_steps, reason)
+            self._show_event("commit", self._step() // self._inner_steps, f"a step failed: {reason}")
 
     def quorum(self, quorum: m.QuorumResult) -> None:
         members, sources = quorum.members, [quorum.members[source.replica_rank] for source in quorum.sources]

@@ -112,6 +112,9 @@ class History:
     def reported(self, report: Any) -> None:
         """Records a pharos_pb2.Report."""
         now_s, step = self._wall_clock(), m.step_of(report.step)
+        quorum = self._machine.quorum
+        if quorum and report.step != m.VOID and report.step < quorum.reference[0]:
+            return  # of a group that is behind, or from before the job went back to a checkpoint
         if not self.recent_steps or step > self.recent_steps[-1][1]:
             if self.recent_steps:
                 self.last_step_s = now_s
@@ -129,9 +132,7 @@ class History:
 
     def on_timeline_event(self, replica_id: str, happened: Any) -> None:
         """Adds a pharos_pb2.Happened. Most events happen in all groups, and equal ones are merged, so the group is not named."""
-        text = f"a step failed: {happened.text}" if happened.lane == "commit" else happened.text
-        if happened.lane == "storage":  # concerns this group only
-            text = f"{replica_id}: {text}"
+        text = f"{replica_id}: {happened.text}" if happened.lane == "storage" else happened.text  # concerns this group only
         self.add(happened.lane, "good" if happened.lane == "settings" else "bad", text, step=happened.step)
 
     def add(self, lane: Lane, grade: Grade, text: str, *, step: int | None = None) -> None:

@@ -177,7 +177,7 @@ class Orders:
             text = f"too many orders: {BURST} at once, then {PER_S:g} a second\n"
             raise web.HTTPTooManyRequests(text=text, headers={"Retry-After": "1"})
         self._left -= 1
-        order, replica_id = self._read(request.content_type, await request.content.read(MAX_BYTES + 1))
+        order, replica_id = self._read(request.content_type, await request.read())
         words = self._carry_out(order, replica_id, request.remote or "somewhere")
         log.warning("order from %s: %s %s: %s", request.remote, order, clean(replica_id, MAX_TEXT), words)
         return web.json_response({"order": order, "replica_id": replica_id, "done": words}, status=202)

@@ -44,7 +44,8 @@ class GroupConfig:
 
 class GroupMachine:
     """Takes the events that `handle` lists. Effects: CallLighthouse, OpenStream, CloseStream, AnswerRank, FailRank, AnswerVote, NotifyRank,
-    Waits, EndGroup. The driver opens the first stream itself, and sends no heartbeat while a trainer process is stopped (SIGSTOP)."""
+    Waits, EndGroup. The driver opens the first stream itself, and sends no heartbeat while a trainer process on its host is stopped (SIGSTOP);
+    one on a different host is noticed as a stall."""
 
     def __init__(self, config: GroupConfig, now_s: float) -> None:
         self.config = config

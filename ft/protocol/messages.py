@@ -531,7 +531,8 @@ class NotifyRank(Effect):
 
 
 class EndGroup(Effect):
-    """Send Leave(clean=False), close the stream, and kill the trainer processes (SIGKILL), so that torchelastic restarts the group."""
+    """Send Leave(clean=False), close the stream, and kill the trainer processes on the server's host (SIGKILL); the others are told, and
+    exit. So torchelastic restarts the group."""
 
     reason: str
 

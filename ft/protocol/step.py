@@ -548,7 +548,7 @@ class StepMachine:
             self._out.append(m.Compute(self._collective_step, self._missing, self._attempt))
             return
         sends = "the kept gradients again" if slots else "zeros, since this group is assigned no slot"
-        self.reason = f"step {self._collective_step % STEPS_PER_BRANCH}: {sends}"
+        self.reason = f"step {self._collective_step % STEPS_PER_BRANCH + 1}: {sends}"
         if not slots and not self.void and self.quorum.heal:  # not a spare, which announces no change
             self._wants_change = "healed, and has no slots yet"
         self._launch()
@@ -676,7 +676,7 @@ class StepMachine:
             self._drop_gradients()
             self._assignment_dropped = self._due = True
             self.reason = (
-                f"step {describe_step(self._collective_step)}: no group with an assigned slot is left; a new assignment"
+                f"step {describe_step(self._collective_step + 1)}: no group with an assigned slot is left; a new assignment"
             )
             self._on_begin(now_s)
         elif max(tail.tokens) <= 0:

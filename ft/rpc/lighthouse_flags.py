@@ -100,6 +100,8 @@ def read_options(
     for place in at:
         try_to_listen(place, "--bind")
     silent_s, grace_s = given.heartbeat_timeout_ms / 1000, given.heal_grace_s
+    if given.takeover_s is not None and given.takeover_s < grace_s:
+        raise ValueError(f"--takeover_s {given.takeover_s:g}: must be at least --heal_grace_s, {grace_s:g}, or never")
     times = Timeouts(
         heartbeat_timeout_s=silent_s, heal_grace_s=grace_s, takeover_s=given.takeover_s, stall_s=given.stall_s
     )
@@ -154,7 +156,7 @@ def _seconds(text: str, else_: str = "") -> float:
     except ValueError:
         seconds = -1.0
     if not 0 < seconds <= MAX_MS / 1000:
-        raise argparse.ArgumentTypeError(f"{text}: must be seconds above 0{else_}")
+        raise argparse.ArgumentTypeError(f"{text}: must be seconds above 0, up to {MAX_MS // 1000}{else_}")
     return seconds
 
 

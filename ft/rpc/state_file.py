@@ -253,7 +253,11 @@ class StateFileWriter:
             if self._before is not None:  # it could not be taken over at the start, so this is done now
                 ours = owner_of(self.path) == self._before
                 self._owner = self.take_file_over(self.path) if ours else ""
-                if not ours or read(self.path) != self._written:
+                try:
+                    there = read(self.path)
+                except ValueError:
+                    there = None  # damaged, as at the start with --recover
+                if not ours or there != self._written:
                     raise TakenOver(f"{self.path} was taken over by a different lighthouse before the first write")
                 self._before = None
             try:

@@ -101,6 +101,19 @@ def test_going_back_to_a_checkpoint_cuts_the_curve():
     assert job.history.points[-1].step == 5
 
 
+def test_a_late_report_from_before_a_rewind_counts_for_nothing():
+    """A group's heartbeat repeats the newest reports of its ranks, which may be of the branch before."""
+    job = Job("a:1")
+    job.report("a:1", 80, mean_loss=2.0, commit_quorum_id=1)
+    back = m.Member("a:1", step=m.STEPS_PER_BRANCH + 40, commit_quorum_id=1, commit_id="x", restored=40)
+    job.feed(m.Call(back, known=1, failed=True))
+    job.report("a:1", 80, mean_loss=2.0, commit_quorum_id=1)
+    for step in (40, 41):
+        job.now_s += 1
+        job.report("a:1", m.STEPS_PER_BRANCH + step, mean_loss=3.0, commit_quorum_id=2)
+    assert job.history.recent_steps[-1][1] == job.history.points[-1].step == 41
+
+
 def test_what_is_said_again_is_counted_and_old_events_go():
     history = Job("a:1").history
     for _ in range(3):

@@ -182,10 +182,10 @@ def test_orders_are_limited(house: Houses):
     one, found = house(), list[int]()
     orders = Orders(one.service, one.feed, has_token=True, clock=lambda: 0.0)
 
-    async def content(limit: int) -> bytes:
+    async def content() -> bytes:
         return b'{"order": "kill", "replica_id": "9:z"}'
 
-    request: Any = SimpleNamespace(content_type="application/json", content=SimpleNamespace(read=content), remote="")
+    request: Any = SimpleNamespace(content_type="application/json", read=content, remote="")
     for _ in range(BURST + 2):
         with pytest.raises(web.HTTPException) as refused:
             asyncio.run(orders.give(request))
