@@ -1,6 +1,7 @@
 """The address at which other replica groups reach this host: a numeric one, never a name that needs to be resolved.
 
-Flow: start.py calls `advertised` once; the group server, its store, the heal server and the process groups all advertise the result.
+Flow: start.py (or compat/manager.py) calls `advertised` once; the group server, its store, the heal server and the process groups all
+advertise the result.
 """
 
 from __future__ import annotations

@@ -30,14 +30,14 @@ QUANTIZED_GRADIENT_BYTES = 4 << 10  # in place of LAST_BUCKET_GRADIENT_BYTES whe
 IN_PLACE_BYTES = 1 << 20  # fewest bytes of a gradient that is reduced in place: a message costs more than its copy
 KEPT_SETS = 2  # buffer sets that are kept; more exist while an abandoned process group or held sums use one
 
-Kind = tuple[torch.dtype, torch.device]
+BufferKind = tuple[torch.dtype, torch.device]
 
 
 @dataclass(frozen=True)
 class Bucket:
     """Elements `start` to `stop` of the buffer of its kind. `members`: indices of gradients. `in_place`: one gradient, reduced in place."""
 
-    kind: Kind
+    kind: BufferKind
     members: tuple[int, ...]
     start: int
     stop: int
@@ -56,7 +56,7 @@ class BucketLayout:
         self.buckets: list[Bucket] = []
         self.bucket_of: dict[int, int] = {}
         self.starts: dict[int, int] = {}
-        self.sizes: dict[Kind, int] = {}
+        self.sizes: dict[BufferKind, int] = {}
         device = tensors[0].device if tensors else device
         last_bucket_params: list[int] = []  # small parameters, preferably those whose gradients are complete last
         most_bytes = QUANTIZED_GRADIENT_BYTES if quantized else LAST_BUCKET_GRADIENT_BYTES
@@ -66,7 +66,7 @@ class BucketLayout:
             if small and tensor.dtype == torch.float32 and tensor.device == device:
                 last_bucket_params.insert(0, index)
                 left_bytes -= tensor.nbytes
-        filling: dict[Kind, list[int]] = {}
+        filling: dict[BufferKind, list[int]] = {}
         for index in reversed(range(len(tensors))):
             tensor = tensors[index]
             kind = (tensor.dtype, tensor.device)
@@ -82,7 +82,7 @@ class BucketLayout:
             members.append(index)
         for kind, members in filling.items():
             self._add_bucket(members, tensors, kind)
-        tail: Kind = (torch.float32, device)
+        tail: BufferKind = (torch.float32, device)
         self._add_bucket(last_bucket_params, tensors, tail)
         self.sizes[tail] += TAIL_ELEMENTS
         kinds = list(self.sizes)
@@ -94,7 +94,7 @@ class BucketLayout:
         )
 
     def _add_bucket(
-        self, members: Sequence[int], tensors: Sequence[Tensor], kind: Kind, *, in_place: bool = False
+        self, members: Sequence[int], tensors: Sequence[Tensor], kind: BufferKind, *, in_place: bool = False
     ) -> None:
         align = ALIGN_BYTES // kind[0].itemsize
         start = place = self.sizes.setdefault(kind, 0)

@@ -72,7 +72,7 @@ class FaultTolerance:
     ] = "auto"
     min_replica_size: Annotated[
         int,
-        "fewest groups that commit a step; run_replicas.sh and train.sbatch pass it as the lighthouse's --min_replicas",
+        "fewest groups of a quorum, healing ones included; run_replicas.sh and train.sbatch pass it as the lighthouse's --min_replicas",
         ">= 1",
     ] = 1
     quorum: Annotated[
@@ -128,7 +128,7 @@ class FaultTolerance:
     takeover_s: Annotated[
         float,
         "seconds after which groups without the state may continue without those that hold it; the lighthouse's --takeover_s; "
-        "0: never, unless an operator allows it",
+        "0 (the flag's never): not unless an operator allows it",
         ">= 0",
     ] = 30.0
     stall_s: Annotated[

@@ -2,7 +2,7 @@
 
     gradients = Gradients()
     gradients.attach(model.parameters())
-    gradients.begin_attempt(process_group, participants=3)      # a process group is formed: an attempt begins
+    gradients.begin_attempt(process_group, num_participants=3)  # a process group is formed: an attempt begins
     with gradients.last_backward():
         loss.backward()                                 # hooks launch what is complete while the backward goes on
     gradients.launch_remaining(tail)                    # the rest, with the tail
@@ -67,7 +67,7 @@ class _Attempt:
     """One try to reduce a step's gradients, on one generation of the process group."""
 
     process_group: dist.ProcessGroup
-    participants: int
+    num_participants: int
     contributes: bool
     buffers: GradBuffers
     missing: list[int]  # by bucket: number of gradients whose hooks have not been called
@@ -196,10 +196,10 @@ class Gradients:
     # ------------------------------------------------------------------------------------------------ an attempt
 
     def begin_attempt(
-        self, process_group: dist.ProcessGroup, participants: int, *, contributes: bool = True, step: int = 0
+        self, process_group: dist.ProcessGroup, num_participants: int, *, contributes: bool = True, step: int = 0
     ) -> None:
-        """Begins an attempt on a process group that has formed. `participants`: divisor of means. contributes=False: this group sends only
-        zeros. `step`: unused here; FragmentGradients chooses the fragment by it. An earlier attempt must be complete or abandoned."""
+        """Begins an attempt on a process group that has formed. `num_participants`: divisor of means. contributes=False: this group sends
+        only zeros. `step`: unused here; FragmentGradients chooses the fragment by it. An earlier attempt must be complete or abandoned."""
         with self._lock:
             if self._attempt is not None:
                 assert self._attempt.complete, "an incomplete attempt must be abandoned first"
@@ -212,7 +212,7 @@ class Gradients:
                     self._delivered = None
             buffers = self._free_sets.popleft() if self._free_sets else self._make_set()
             missing = [len(bucket.members) for bucket in self._layout.buckets]
-            self._attempt = _Attempt(process_group, participants, contributes, buffers, missing)
+            self._attempt = _Attempt(process_group, num_participants, contributes, buffers, missing)
 
     def begin_backward(self, slot_indices: Sequence[int] = (0,)) -> None:
         """Prepares the backwards of a step: their gradients are added to those that an earlier attempt has kept. `slot_indices`, with
@@ -567,7 +567,7 @@ class Gradients:
     ) -> None:
         if user_allreduce.after_buckets == after_buckets and not user_allreduce.launched:
             via = self._queue(attempt) if user_allreduce.quantized else attempt.queue or attempt.process_group
-            attempt.works.append(user_allreduce.launch(via, attempt.participants, contributes=attempt.contributes))
+            attempt.works.append(user_allreduce.launch(via, attempt.num_participants, contributes=attempt.contributes))
 
     def _queue(self, attempt: _Attempt) -> CollectiveQueue:
         if attempt.queue is None:

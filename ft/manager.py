@@ -486,7 +486,7 @@ class Manager:
                     case m.WeightsDiffer():
                         assert quorum is not None
                         self._telemetry.difference(effect, quorum.members)
-                    case m.Fence():  # may block for 2 heal_grace_s (joiners, then a copy); reported, so that it is no stall
+                    case m.Fence():  # blocks for heal_grace_s and a copy at most; reported with twice that limit, so that it is no stall
                         with self._telemetry.sends(2 * self._config.times.heal_grace_s):
                             self.healer.fence()
                     case m.HoldSums(step):
@@ -597,9 +597,11 @@ class Manager:
         if quorum.replica_id not in mismatched:
             log.warning("%s: left out of the next quorum: %s", why, ", ".join(sorted(mismatched)))
         elif self._has_formed:
-            log.error("%s: this group, rank %d, waits until groups like it return", why, quorum.replica_rank)
+            log.error("%s: this group, replica rank %d, waits until groups like it return", why, quorum.replica_rank)
         else:
-            raise BadInput(f"group {self._config.name} cannot take part: {why}; it is rank {quorum.replica_rank}")
+            raise BadInput(
+                f"group {self._config.name} cannot take part: {why}; it is replica rank {quorum.replica_rank}"
+            )
 
     def _reject_mismatched_state(self, why: str) -> None:
         """Called in the fetch thread if the layout of all sources' states differs from this rank's. Raises BadInput in the trainer's

@@ -1,5 +1,5 @@
-"""Start-up of one replica group: rank 0 starts the group server, a child process, and a store for rendezvous with other groups, and writes
-their addresses to the group's own store (the launcher's or torch.distributed's), which outlives restarts: keys contain their number.
+"""Start-up of one replica group: rank 0 starts the group server, a child process, and a store for rendezvous with other groups. It writes
+the server's address to the group's own store (the launcher's or torch.distributed's), which outlives restarts: keys contain their number.
 """
 
 from __future__ import annotations
@@ -42,22 +42,26 @@ class ReplicaGroupConfig:
 
 @dataclass(frozen=True)
 class Membership:
-    """A rank's membership in its group. Rank 0 has `server`, which it closes, and `rendezvous`; other ranks have neither."""
+    """A rank's membership in its group (elsewhere in ft, membership is that of a group in the quorum). Rank 0 has `server`, which it
+    closes, and `rendezvous_store`; other ranks have neither."""
 
     replica_id: str
     address: str  # address of the group server
     server: GroupServerProcess | None = None
-    rendezvous: TCPStore | None = None
+    rendezvous_store: TCPStore | None = None
 
     def sweep(self, quorum_id: int) -> None:
         """Deletes the keys of generations before this quorum's from the rendezvous store, in a thread."""
-        if self.rendezvous is not None:
-            threading.Thread(target=sweep, args=(self.rendezvous, quorum_id), name="ft-sweep", daemon=True).start()
+        if self.rendezvous_store is not None:
+            threading.Thread(
+                target=sweep, args=(self.rendezvous_store, quorum_id), name="ft-sweep", daemon=True
+            ).start()
 
 
 def join(config: ReplicaGroupConfig, store: Store | None) -> Membership:
     """Starts the group server on rank 0, or reads its address from `store`, the group's own, on any other rank. Raises OSError if the
-    server does not start, ValueError if the lighthouse lacks a feature or refuses the token, ConnectionError if there is no lighthouse."""
+    server does not start, ValueError if the lighthouse lacks a feature or refuses the token, ConnectionError if there is no lighthouse,
+    RuntimeError on a rank other than 0 without `store`."""
     key = f"ft/{config.restart_count}"
     if config.group_rank == 0:
         made = _start(config)

@@ -76,10 +76,10 @@ class FragmentGradients(Gradients):
         return tuple((pairs[0][0], short_digest([digest for _, digest in pairs])) for pairs in pairs_by_name)
 
     def begin_attempt(
-        self, group: dist.ProcessGroup, participants: int, *, contributes: bool = True, step: int = 0
+        self, process_group: dist.ProcessGroup, num_participants: int, *, contributes: bool = True, step: int = 0
     ) -> None:
         self._current = self._fragments[step % len(self._fragments)]
-        self._current.begin_attempt(group, participants, contributes=contributes, step=step)
+        self._current.begin_attempt(process_group, num_participants, contributes=contributes, step=step)
 
     prepare, close, drop_held = map(_of_all, ("prepare", "close", "drop_held"))
     begin_backward, launch_buckets, launch_remaining, wait, abandon, hold = map(

@@ -26,8 +26,9 @@ ALONE = "solo"  # replica ID of a job without replica groups
 class SoloManager:
     """The Seam of a job without replica groups: a quorum of one, without network, thread or gRPC.
 
-    It assigns positions of the data in order, one slot of `slot_size` sequences per step, and commits each step with a finite loss; any
-    other loss raises Stopped. Its ledger is that of replica groups: a run may resume with or without them; batch and ranks may differ."""
+    It assigns positions of the data in order, one slot of `slot_size` sequences per step, and commits each step with a finite loss and a
+    valid token; any other raises Stopped. Its ledger is that of replica groups: a run may resume with or without them; batch and ranks may
+    differ."""
 
     def __init__(self, slot_size: int, skip_ranges: Sequence[tuple[int, int]] = ()) -> None:
         self.step = 0

@@ -3,7 +3,7 @@ group server, the lighthouse and its dashboard. Written by the trainer's thread.
 
     quorum    waiting for a quorum               rebuild   forming the process group with the other replica groups
     heal      a state is on its way, to this group or from it
-    waiting   in a reduction, for groups that are later than this one
+    reduce    the reduction itself             waiting   in a reduction, for groups that are later than this one
 """
 
 from __future__ import annotations

@@ -45,7 +45,7 @@ class ManagedAllreduce:
         self._version = _version(self._tensor)  # the tensor's version after our newest write, or at the beginning
         self._sum: Tensor | None = None  # buffer of the current attempt
         self._written = False
-        self._participants = 1
+        self._num_participants = 1
         self.work = GroupWork("AllReduce", [tensor])
         streams = streams_of(tensor.device)
         self._on_stream = streams.stream(streams.current_stream(tensor.device)) if streams else nullcontext()
@@ -60,9 +60,11 @@ class ManagedAllreduce:
     def launched(self) -> bool:
         return self._sum is not None
 
-    def launch(self, via: dist.ProcessGroup | CollectiveQueue, participants: int, *, contributes: bool) -> dist.Work:
+    def launch(
+        self, via: dist.ProcessGroup | CollectiveQueue, num_participants: int, *, contributes: bool
+    ) -> dist.Work:
         """Reduces the tensor's original values, or zeros. The first attempt ends `work`; `finish` writes a retry's result."""
-        self._sum, self._participants, self._written = self._buffers.take(self._tensor), participants, False
+        self._sum, self._num_participants, self._written = self._buffers.take(self._tensor), num_participants, False
         if contributes:
             self._sum.copy_(self._tensor if self._original is None else self._original)
         else:
@@ -79,8 +81,8 @@ class ManagedAllreduce:
     def finish(self, contributors: int | None = None) -> None:
         """Writes the result of a complete attempt. `contributors`: as in Gradients.deliver; a group may have been left out of a retry."""
         with self._lock:
-            if contributors and contributors != self._participants and _version(self._tensor) == self._version:
-                self._participants, self._written = contributors, False
+            if contributors and contributors != self._num_participants and _version(self._tensor) == self._version:
+                self._num_participants, self._written = contributors, False
             self._write()
         if self._feedback is not None:
             self._feedback.commit()
@@ -119,7 +121,7 @@ class ManagedAllreduce:
             self._original = self._buffers.take(self._tensor)
             self._original.copy_(self._tensor)
         if self._mean:
-            torch.div(self._sum, self._participants, out=self._tensor)
+            torch.div(self._sum, self._num_participants, out=self._tensor)
         else:
             self._tensor.copy_(self._sum)
         self._written, self._version = True, _version(self._tensor)

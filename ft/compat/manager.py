@@ -11,8 +11,8 @@ spare, one that has just healed) sends zeros, receives the others' mean, and ste
 arriving state in start_quorum.
 
 The step is decided when all reductions are complete: with DistributedDataParallel at the end of the backward, else in should_commit. Failed
-reductions are repeated in the next generation, with the same gradients. Only if tensors were changed after they had been averaged, and in
-groups of several ranks, the step is dropped in all groups, as in torchft.
+reductions are repeated in the next generation, with the same gradients. In two cases the step is dropped in all groups instead,
+as in torchft: a tensor was changed after it had been averaged, or the groups have several ranks.
 """
 
 from __future__ import annotations

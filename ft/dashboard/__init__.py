@@ -1,1 +1,1 @@
-"""The lighthouse's dashboard: state of the job, reason of a wait, and timeline of events. It reads the lighthouse's state only."""
+"""The lighthouse's dashboard: state of the job, reason of a wait, and timeline of events. Passes on an operator's orders."""

@@ -132,7 +132,8 @@ class History:
 
     def on_timeline_event(self, replica_id: str, happened: Any) -> None:
         """Adds a pharos_pb2.Happened. Most events happen in all groups, and equal ones are merged, so the group is not named."""
-        text = f"{replica_id}: {happened.text}" if happened.lane == "storage" else happened.text  # concerns this group only
+        concerns_one = happened.lane == "storage"
+        text = f"{replica_id}: {happened.text}" if concerns_one else happened.text
         self.add(happened.lane, "good" if happened.lane == "settings" else "bad", text, step=happened.step)
 
     def add(self, lane: Lane, grade: Grade, text: str, *, step: int | None = None) -> None:

@@ -1,7 +1,8 @@
 """The lighthouse's HTTP server, on the loop that serves gRPC:
 
     /                     the dashboard's files, the same for every job and visitor
-    /events  /orders      updates of the job's state; orders of an operator to a replica group: leave (drain), or be killed (kill)
+    /events  /orders      updates of the job's state; orders of an operator: a replica group leaves (drain) or is killed (kill),
+                          or groups without the state may continue (takeover)
     /status.json /metrics the same state for programs
 
 All but the files require the job's token, if it has one: `Authorization: Bearer TOKEN`. Browsers do not add this header to requests from

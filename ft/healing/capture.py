@@ -142,7 +142,7 @@ class TensorPayload:
         return view[low : low + end - start] if view is not None and low + end - start <= len(view) else None
 
     def read(self, chunk: int, staging: StagingBuffer, at: int = 0) -> memoryview:
-        """Copies a chunk into slot `at` of the staging buffer, with zeros between the tensors."""
+        """Copies a chunk to place `at` of the staging buffer, with zeros between the tensors."""
         start, end = self.manifest.span(chunk)
         view = staging.view[at * CHUNK_BYTES : at * CHUNK_BYTES + end - start]
         if (memory := self.direct(chunk, chunk)) is not None:
@@ -152,7 +152,7 @@ class TensorPayload:
         return view
 
     def write(self, chunk: int, staging: StagingBuffer, at: int = 0) -> None:
-        """Copies a chunk from slot `at` of the staging buffer into the tensors."""
+        """Copies a chunk from place `at` of the staging buffer into the tensors."""
         self._copy(chunk, staging, at, _put)
 
     def _copy(self, chunk: int, staging: StagingBuffer, at: int, copy: Callable[..., None]) -> None:

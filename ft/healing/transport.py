@@ -245,7 +245,7 @@ class StateOffer:
         return self.body.direct(first, last) if self.aside is None else None
 
     def read(self, chunk: int, staging: StagingBuffer, at: int = 0) -> memoryview:
-        """Copies the chunk into slot `at` of the buffer. Inside `reading`. Raises Withdrawn."""
+        """Copies the chunk to place `at` of the buffer. Inside `reading`. Raises Withdrawn."""
         self.check()
         if self.aside is None:
             return self.body.read(chunk, staging, at)

@@ -103,7 +103,7 @@ class Child:
         self.channel.hang_up()
 
     def end(self) -> None:
-        """Waits, after `kill`, until the process has ended, and closes the channel."""
+        """Waits, after `kill`, until the process has ended (not on macOS, which has no pidfd), and closes the channel."""
         if self._handle is not None:
             poll = select.poll()
             poll.register(self._handle, select.POLLIN)

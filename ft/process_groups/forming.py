@@ -37,7 +37,8 @@ class Engine(Protocol):
         """Starts a base.Operation, and calls `ended` once, from any thread, when nothing reads or writes its tensors any more."""
 
     def interrupt(self) -> None:
-        """Ends pending operations as soon as possible, here and on the peers. Returns at once; may be called from any thread, and twice."""
+        """Ends pending operations as soon as possible, here and on the peers (NCCL: in `end`; the peers' end by their own
+        notices). Returns at once; may be called from any thread, and twice."""
 
     def end(self) -> None:
         """Releases all resources, after `interrupt`; returns when nothing touches a tensor any more. May take long, or never return."""
@@ -94,7 +95,7 @@ class Rendezvous:
             with suppress(OSError), closing(client):
                 client.connect()
                 client.set(f"mismatched/{self.rank}", "")
-        missing = f"; absent: ranks {', '.join(map(str, self.absent))}" if self.absent else ""
+        missing = f"; absent: replica ranks {', '.join(map(str, self.absent))}" if self.absent else ""
         raise RendezvousFailed(cause + missing, self.absent, mismatched) from self._error
 
     def cancel(self, reason: str) -> None:
@@ -179,7 +180,9 @@ class Rendezvous:
         only after the mismatched members have told the store that they know (`wait`), as a notice of the failure could interrupt their
         comparison. `acknowledge`: they do tell it, which members of a different version may not."""
         if found := fingerprint_mismatches(fingerprints, holders):
-            reason = "; ".join(f"rank {i} differs from the job in {' and '.join(names)}" for i, names in found.items())
+            reason = "; ".join(
+                f"replica rank {i} differs from the job in {' and '.join(names)}" for i, names in found.items()
+            )
             self.refuse(tuple(found), reason)
             if acknowledge and self.rank not in found:
                 with suppress(OSError):

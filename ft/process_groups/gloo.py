@@ -101,7 +101,7 @@ class GlooEngine:
     """A native gloo group, ended so that hardly any thread stays blocked. When a connection ends, gloo fails the operations that wait for
     it, but not a send that it could not write, nor a message that it has half read; their threads wait until the backstop. So connections
     are duplicated, and end in three steps: 1. the read side is shut down: gloo still answers what it has read, and no write fails; 2. a
-    receive without a sender times out, at which gloo fails all pending works; 3. they are closed, and peers see the end.
+    receive without a sender times out, at which gloo fails all pending works; 3. they are shut down, which peers see, and closed later.
 
     A killed peer may still leave a thread blocked; it sleeps, touches no tensor, and ends at the backstop. `stranded` limits them."""
 

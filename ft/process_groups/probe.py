@@ -60,7 +60,8 @@ class Prober:
         self._thread.start()
 
     def watch(self, members: Mapping[str, str]) -> None:
-        """Sets the other members of the newest generation, by handle ("": not probed). Unreachable older members are still probed."""
+        """Sets the other members of the newest generation: replica ID -> handle ("": not probed). Unreachable older members are still
+        probed."""
         places = {replica_id: place for replica_id, handle in members.items() if (place := _place(handle))}
         with self._lock:
             self._members = frozenset(members)
@@ -74,7 +75,7 @@ class Prober:
             return tuple(self._unreachable)
 
     def probe(self, enough: Callable[[], bool] = lambda: False) -> tuple[str, ...]:
-        """Probes all members. Returns the unreachable ones when all have answered, after some within_s, or when `enough()` is True."""
+        """Probes all members. Returns the unreachable ones when all have answered, after 3 * within_s, or when `enough()` is True."""
         with self._lock:
             self._wanted += 1
             mine = self._wanted

@@ -40,7 +40,8 @@ def shutdown_matching(*, local: Collection[Address] = (), remote: Collection[Add
 
 
 def duplicates(*, local: Collection[Address] = (), remote: Collection[Address] = ()) -> list[socket.socket]:
-    """Returns duplicates of these sockets: a peer notices a close only once they are closed. Raises OSError if descriptors run out."""
+    """Returns duplicates of these sockets; while they are open, a peer does not notice that the originals were closed. Raises OSError if
+    descriptors run out."""
     found: list[socket.socket] = []
     try:
         found.extend(sock.dup() for sock in _sockets() if _belongs(sock, local, remote))

@@ -32,7 +32,8 @@ LEAP = 1_000_000  # ids skipped after the state file was lost: more than can hav
 @dataclass(frozen=True)
 class LighthouseConfig:
     min_replicas: int = 1  # fewest members of a quorum, healing ones included
-    # wait of a former member's first quorum request (else any group's) for healthy groups that have made none
+    # time for which the oldest request of a previous member (of any group, if none has requested) waits for healthy groups that have not
+    # requested a quorum
     join_timeout_s: float = 60.0
     tick_s: float = 0.1
     times: Timeouts = field(default_factory=Timeouts)
@@ -177,19 +178,19 @@ class LighthouseMachine:
             record.announce(f"{replica_id} waits to join", now_s)
 
     def _on_stream_opened(self, event: m.StreamOpened, now_s: float) -> None:
-        replica_id, known, roster = event.replica_id, event.quorum, self.roster
+        replica_id, known_quorum, roster = event.replica_id, event.quorum, self.roster
         if self._turn_away(replica_id, "pharos", now_s):
             return
         if self._state_file_lost:
             self._reported.add(m.name_of(replica_id))
-        known_id, newest_id = (x.quorum_id if x else 0 for x in (known, self.quorum))
-        if known:
+        known_id, newest_id = (x.quorum_id if x else 0 for x in (known_quorum, self.quorum))
+        if known_quorum:
             self._choose_kind("pharos")
             self._last_id = max(self._last_id, known_id)
-            if known.members and (self.quorum is None or known.epoch == self.quorum.epoch):
+            if known_quorum.members and (self.quorum is None or known_quorum.epoch == self.quorum.epoch):
                 if known_id > newest_id:  # issued by the lighthouse process before this one, maybe after going back
-                    old, self._epoch, self._settled = self.quorum, known.epoch, 0
-                    self._adopt(known, now_s).leave_behind(old)
+                    old, self._epoch, self._settled = self.quorum, known_quorum.epoch, 0
+                    self._adopt(known_quorum, now_s).leave_behind(old)
                 if known_id >= newest_id:
                     self._settled = max(self._settled, event.settled)
         roster.heard_from(replica_id, "pharos", now_s).stream = True

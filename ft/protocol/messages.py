@@ -2,7 +2,7 @@
 
 Each machine has one method, `handle(event, now_s) -> Out`. It never waits, and never reads a clock: `now_s` is the driver's monotonic time.
 The driver carries out `Out.effects` in order, as the class of each effect says, and may log `Out.reason` when it changes. *Group* is a
-replica group; process groups are always called so.
+replica group; a process group is called so, except within ft/process_groups.
 
     Trainer's rank:  step.StepMachine              <- begin, reduced tail, quorum result, outcome, notice -> configure, reduce, vote, commit
     Group's server:  group.GroupMachine            <- its ranks' requests and votes, the lighthouse   -> the lighthouse, answers to ranks
@@ -291,7 +291,7 @@ class Report(Event):
     replica_id: str
     step: int  # VOID while healing
     commit_quorum_id: int = 0
-    waiting: bool = False  # True: all ranks have entered the all-reduce with other groups, and some are still in it
+    waiting: bool = False  # True: all ranks have entered the all-reduce with other groups, and some are still in it (of a rank: it has)
     median_step_s: float = 0.0
     settled: int = 0
     launched: int = 0  # attempts launched in this quorum; a member with fewer than others is behind

@@ -86,7 +86,8 @@ class QuorumRecord:
         self._notify(self._alive(), m.Finished(self.quorum.quorum_id, replica_id))
 
     def announce(self, why: str, now_s: float) -> None:
-        """Announces a change to members without a waiting request; repeatedly, since one whose request is on its way ignores it."""
+        """Announces a change to members without a waiting request; again every two heartbeats, since one that gets it while its request is
+        on its way ignores it."""
         if not self._change or now_s - self._announced_s >= 2 * self._times.beat_s:
             self._change_at_s = self._change_at_s if self._change else now_s
             self._change, self._announced_s = self._change or why, now_s

@@ -3,8 +3,9 @@ roster and changes nothing; the other functions are pure. Replica groups that ca
 and lighthouse.py excludes one of each such pair from the quorum.
 
 Design choices:
-- The reference state is the most recent one that a member of the *previous* quorum holds. A group that was not in it heals, even if its
-  step is higher (its job was taken over). So the sequence of quorums alone defines the history of the job.
+- The reference state is the most recent one that a member of the *previous* quorum holds: the newest issued one, before that which is
+  formed. A group that was not in it heals, even if its step is higher (its job was taken over). So the sequence of quorums alone defines
+  the history of the job.
 - The quorum must not go back below the highest *settled* step, which may be lower than the highest committed one: a group may have
   committed a step alone and then died; the others continue from the step before, which all of them hold.
 """
@@ -40,8 +41,8 @@ def reference_state(members: Sequence[Member]) -> State | None:
 
 def decide(roster: Roster, now_s: float, *, settled: int, min_replicas: int, join_timeout_s: float) -> Decision:
     """Returns the members of the next quorum, or the reason why there is none yet. `settled`: the job continues from no state below this
-    step, unless it was restored on purpose. A shrink (shrink_only) limits the quorum to previous members. torchft's members: the candidates
-    before the shrink must reach min_replicas. Pharos members: a shrink that leaves fewer than min_replicas is ignored."""
+    step, unless it was restored on purpose. A shrink (shrink_only) limits the quorum to previous members. With torchft's members,
+    min_replicas counts all candidates, also those that the shrink excludes; with Pharos members, a shrink that leaves fewer is ignored."""
     is_pharos, candidates, present, healthy = (
         roster.kind == "pharos",
         roster.candidates,

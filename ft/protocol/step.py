@@ -28,10 +28,10 @@ Design choices:
   make a new one.
 - Of the tail only the token counts enter commit_id: they are integers and exact in fp32. The last bits of the loss depend on its place in
   the bucket, which differs between the ranks of a group.
-- In every digest_interval-th step the weights that it starts from are compared: a checkpoint of that step was compared one update ago.
-  One rank of each group sees the difference and reports it as `divergent` in a commit vote that is yes; the group's outcome has it for all
-  ranks. The step is committed all the same: the steps before it were reduced with the same wrong weights. A group that has healed is no
-  witness before it has been compared. Step 0 has one state only, which is right by definition.
+- A step whose number is a multiple of digest_interval compares the weights before its update. So the weights of a checkpoint of that step
+  were compared one update earlier. One rank of each group sees the difference and reports it as `divergent` in a commit vote that is yes;
+  the group's outcome has it for all ranks. The step is committed all the same: the steps before it were reduced with the same wrong
+  weights. A group that has healed is no witness before it has been compared. Step 0 has one state only, which is right by definition.
 - Ranks learn that all ranks of the group have the healed state at different points of a step. So they load it at the first outcome that the
   group decides afterwards (Outcome.healed), or at once where they wait only for it, as then all do. While a heal is open, a rank requests
   no quorum before that: else one rank might request it as void, another with the state.
@@ -308,7 +308,8 @@ class LocalContribution:
     loss_sum: float = 0.0
     able: bool = True  # as Computed.able
     kept: bool = True  # as Computed.kept
-    reported_unable: bool = False  # True: an attempt failed for lack of this contribution: mark its slots UNABLE
+    # True: the last attempt was retried. If these gradients are not usable, mark their slots UNABLE
+    reported_unable: bool = False
 
     @property
     def usable(self) -> bool:
@@ -675,9 +676,7 @@ class StepMachine:
             self.ledger.drop()
             self._drop_gradients()
             self._assignment_dropped = self._due = True
-            self.reason = (
-                f"step {describe_step(self._collective_step + 1)}: no group with an assigned slot is left; a new assignment"
-            )
+            self.reason = f"step {describe_step(self._collective_step + 1)}: no group with an assigned slot is left; a new assignment"
             self._on_begin(now_s)
         elif max(tail.tokens) <= 0:
             self._stop_for_slots("none of its slots could contribute")

@@ -7,5 +7,5 @@ group's connection to it), group_server.py, and clients.py (a rank's calls).
 
 import os
 
-# Set before grpc is imported: its handlers around fork() can hang a process that forks data workers, and no child here uses grpc.
+# Set before grpc is imported: its handlers around fork() can hang a process that forks data workers, and no forked child uses grpc.
 os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")

@@ -1,8 +1,8 @@
 """Translates the dataclasses of ft.protocol.messages to the messages of pharos.proto and torchft.proto, and back.
 
-A dataclass and its message in pharos.proto have the same fields and (but for WIRE_TYPES) the same name, so one converter per dataclass is
-made from its type hints. torchft's messages differ and have functions of their own. Lengths, ranges and legal values are checked here,
-consistency by rules.validate_request; both lead to ValueError, which a server turns into INVALID_ARGUMENT.
+A dataclass and its message in pharos.proto have the same fields and the same name (pharos.proto lists the exceptions), so one converter per
+dataclass is made from its type hints. torchft's messages differ and have functions of their own. Lengths, ranges and legal values are
+checked here, consistency by rules.validate_request; both lead to ValueError, which a server turns into INVALID_ARGUMENT.
 """
 
 from __future__ import annotations

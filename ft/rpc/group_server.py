@@ -99,7 +99,8 @@ class RankReports:
         )
 
     def aggregate(self) -> Any:
-        """Returns the group's report: rank 0's, with byte counts summed over all ranks and the longest phase of any rank."""
+        """Returns the group's report: that of the lowest rank that has reported, with byte counts summed over all ranks, the fewest
+        launched attempts, and the longest phase of any rank."""
         report, reports = pharos_pb2.Report(), list(self._reports.values())
         if reports:
             report.CopyFrom(self._reports[min(self._reports)])

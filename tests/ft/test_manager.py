@@ -248,7 +248,7 @@ def test_a_stranger_reaches_no_sum_and_costs_one_forming(kind: type[ProcessGroup
         stranger = made.group("c", steps=1, make=others, group=kind)[0].join()
         refused.set()
         assert isinstance(stranger.error, BadInput), stranger.error
-        assert "rank 2 differs from the job in optimizer.lr" in str(stranger.error)
+        assert "replica rank 2 differs from the job in optimizer.lr" in str(stranger.error)
         assert not stranger.seen_of(m.LaunchRemaining)
         for rank in finish(*ranks):
             assert {size for _, size, _ in rank.commits} == {2}
@@ -278,9 +278,11 @@ def test_a_former_member_that_is_a_stranger_by_now_waits_and_holds_nobody_up(cap
         for rank in finish(*ranks):
             assert len(rank.seen_of(m.AbandonGeneration)) == 2  # the broken one, and that in which they met
         assert stranger.thread.is_alive() and stranger.manager.machine.phase is Phase.ASKING
-        assert "rank 2 differs from the job in optimizer.lr: this group, rank 2, waits" in caplog.text
+        assert "replica rank 2 differs from the job in optimizer.lr: this group, replica rank 2, waits" in caplog.text
         # Of the two the one that sees it first reports it, and its report may end the other's comparison: one is enough.
-        assert caplog.text.count("rank 2 differs from the job in optimizer.lr: left out of the next quorum") in (1, 2)
+        assert caplog.text.count(
+            "replica rank 2 differs from the job in optimizer.lr: left out of the next quorum"
+        ) in (1, 2)
 
 
 def test_gradients_that_cannot_be_summed_are_an_error_each_time_and_no_hang():

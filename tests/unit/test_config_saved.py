@@ -258,7 +258,7 @@ def test_a_file_of_another_version(tmp_path: Path) -> None:
         (b"[model", "not TOML: Expected ']' at the end of a table declaration: [model"),
         (b"# \xff", "not UTF-8: byte 0xff; save the file as UTF-8"),
         (b"training = 3", "training = 3: must be a table"),
-        (b"training.global_batch_size = 'all'", "training.global_batch_size = \"all\": must be a number"),
+        (b"training.global_batch_size = 'all'", 'training.global_batch_size = "all": must be a number'),
         (b"training.global_batch_size = true", "training.global_batch_size = true: must be a number"),
         (b"training.dataset_held_out = [1]", "training.dataset_held_out = [1]: must be a number"),
     ],

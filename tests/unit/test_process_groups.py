@@ -280,7 +280,7 @@ def test_a_formation_that_hangs_is_given_up_from_another_thread():
     rendezvous.on_cancel(hold.set)
     rendezvous.start()
     threading.Thread(target=rendezvous.cancel, args=("member x is lost",)).start()
-    with pytest.raises(RendezvousFailed, match="member x is lost; absent: ranks 2, 5") as failure:
+    with pytest.raises(RendezvousFailed, match="member x is lost; absent: replica ranks 2, 5") as failure:
         rendezvous.wait(600)
     assert failure.value.absent == (2, 5)
     rendezvous.end()  # an engine that came too late is ended, too
@@ -295,7 +295,7 @@ def test_a_fingerprint_that_differs_is_the_cause_whoever_found_it_out_first(told
     def build(rendezvous: Rendezvous) -> FakeEngine:
         if told_first:
             rendezvous.cancel("the generation failed")
-        rendezvous.refuse((2,), "rank 2 differs from the job in optimizer.lr")
+        rendezvous.refuse((2,), "replica rank 2 differs from the job in optimizer.lr")
         if not told_first:
             rendezvous.cancel("the generation failed")
         refused.set()
@@ -304,7 +304,7 @@ def test_a_fingerprint_that_differs_is_the_cause_whoever_found_it_out_first(told
     rendezvous = Rendezvous(build, "localhost:1/test", 0, 3, 600.0)
     rendezvous.start()
     assert refused.wait(30)
-    with pytest.raises(RendezvousFailed, match="rank 2 differs from the job in optimizer") as failure:
+    with pytest.raises(RendezvousFailed, match="replica rank 2 differs from the job in optimizer") as failure:
         rendezvous.wait(600)
     assert failure.value.mismatched == (2,)
     rendezvous.end()
