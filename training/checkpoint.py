@@ -63,8 +63,8 @@ class CheckpointConfig:
     enable: Annotated[bool, "save, and resume from the newest checkpoint; false: start at step 0, save none"] = True
     folder: Annotated[
         str,
-        "folder of the checkpoints inside the run's folder; or a URL (s3://, gs://), where they are put below the job's name, with a local "
-        'copy in "checkpoint"',
+        "folder of the checkpoints, inside the run's folder unless absolute; an absolute one must belong to this run alone; or a URL (s3://, "
+        'gs://), where they are put below the job\'s name, with a local copy in "checkpoint"',
     ] = "checkpoint"
     interval: Annotated[int, "steps between checkpoints", ">= 1"] = 500
     async_mode: Annotated[
@@ -75,7 +75,12 @@ class CheckpointConfig:
     keep_latest_k: Annotated[
         int, "newest checkpoints to keep; 0: all; 1 would leave none to fall back to", ">= 0", "!= 1"
     ] = 10
-    load_step: Annotated[int, "resume from this step; -1: from the newest intact checkpoint", ">= -1"] = -1
+    load_step: Annotated[
+        int,
+        "begin from this step at every launch, restarts included; remove it once a later checkpoint is saved; "
+        "-1: resume from the newest intact checkpoint",
+        ">= -1",
+    ] = -1
     verify_digests: Annotated[bool, "verify the digests of every file before loading"] = True
     load_only: Annotated[bool, "resume from a checkpoint, but save none"] = False
     enable_first_step_checkpoint: Annotated[bool, "also save after step 1, to find storage problems early"] = False

@@ -418,7 +418,8 @@ class Components:
         """Logs the closing summary. `next_command`: what to run next; "": the same again."""
         saved, groups, settings = self.checkpointer.place, self.events.summary(), self.config.checkpoint
         if not next_command and settings.enable and not settings.load_only:
-            next_command = "the same command resumes the run"
+            again = f"begins again at step {settings.load_step} (checkpoint.load_step)"
+            next_command = f"the same command {'resumes the run' if settings.load_step < 0 else again}"
         elif not next_command:
             setting = "checkpoint.load_only = true" if settings.enable else "checkpoint.enable = false"
             next_command = f"nothing was saved ({setting}): the same command begins where this launch did"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch import nn
 
 from tests.unit.checkpoint_job import Job, data_file, flip_a_bit, same
 from training.checkpoint import CheckpointConfig, CheckpointFailed
+from training.components import Components
 
 
 def test_the_last_save_can_be_the_weights_alone(tmp_path: Path) -> None:
@@ -112,6 +114,21 @@ def test_load_step(tmp_path: Path) -> None:
     flip_a_bit(data_file(tmp_path, 4))
     with pytest.raises(CheckpointFailed, match=r"\(step 4: __0_0\.distcp: bytes .*\); set a different load_step"):
         Job(tmp_path, load_step=4).checkpointer.load()
+
+
+def test_the_summary_tells_that_load_step_begins_there_again() -> None:
+    """A rank that is restarted goes back to it, too, as each launch does."""
+    said = dict[int, str]()
+    for step in (-1, 0, 200):
+        run = MagicMock()
+        run.config.checkpoint = CheckpointConfig(load_step=step)
+        Components.print_summary(run, "stopped at")
+        said[step] = run.metrics_processor.print_summary.call_args.kwargs["next_command"]
+    assert said == {
+        -1: "the same command resumes the run",
+        0: "the same command begins again at step 0 (checkpoint.load_step)",
+        200: "the same command begins again at step 200 (checkpoint.load_step)",
+    }
 
 
 def test_another_runs_weights_are_a_beginning(tmp_path: Path) -> None:
