@@ -53,14 +53,14 @@ def main(argv: list[str]) -> int:
         in_process = nproc == launch_settings.nnodes == 1 and launch_settings.max_restarts == 0
         if not in_process:
             check(config, world_size=nproc * launch_settings.nnodes)
+        logs = config.run_folder / "logs"
+        if config.fault_tolerance.enable:
+            from ft.config import Environment, group_folder
+
+            logs = group_folder(config.run_folder, config.fault_tolerance, Environment.read(os.environ))
     except ValueError as error:
         say(str(error))
         return 2
-    from ft.config import Environment, group_folder
-
-    logs = config.run_folder / "logs"
-    if config.fault_tolerance.enable:
-        logs = group_folder(config.run_folder, config.fault_tolerance, Environment.read(os.environ))
     if in_process:
         return run_here(argv, logs)
     if not threads_are_given:  # by the number of ranks that is known only now

@@ -53,8 +53,8 @@ from pathlib import Path
 def load(argv):
     if argv[0] != "job.toml":
         raise ValueError(f"{argv[0]}: no such file")
-    alone = types.SimpleNamespace(enable=False)
-    return types.SimpleNamespace(run_folder=Path("outputs/job"), fault_tolerance=alone)
+    groups = types.SimpleNamespace(enable="--groups" in argv)
+    return types.SimpleNamespace(run_folder=Path("outputs/job"), fault_tolerance=groups)
 """
 CHECK = """\
 def check(config, *, world_size):
@@ -135,6 +135,14 @@ def test_one_rank_is_the_process_itself(tree: Path, start: Start, how: str, code
     assert (tree / "outputs" / "job" / "logs" / "rank0.log").read_text() == out + err
     if how == "crash":
         assert err.splitlines()[-1] == "RuntimeError: the disk is full"
+
+
+@pytest.mark.usefixtures("stub_torch")
+def test_a_bad_variable_of_groups_is_refused_before_one_rank_starts(start: Start):
+    process = start("job.toml", "finish", "--groups", REPLICA_GROUP_ID="a/b")
+    out, err = process.communicate(timeout=30)
+    assert (process.returncode, out) == (2, "")
+    assert err.startswith("pharos: REPLICA_GROUP_ID = a/b: a group's name must be ") and err.count("\n") == 1
 
 
 @pytest.mark.usefixtures("stub_torch")
