@@ -21,14 +21,18 @@ class ProfilingConfig:
     """[profiling]: traces (any device) and memory snapshots (CUDA)."""
 
     enable_profiling: Annotated[bool, "write a trace of profiler_active steps every profile_freq steps"] = False
-    save_traces_folder: Annotated[str, "folder of the traces inside the run's folder"] = "profile_traces"
+    save_traces_folder: Annotated[
+        str, "folder of the traces inside the run's (with replica groups: the group's) folder"
+    ] = "profile_traces"
     profile_freq: Annotated[int, "steps from one trace (or memory snapshot) to the next", ">= 1"] = 10
     profiler_warmup: Annotated[int, "steps before each trace in which the profiler runs without recording", ">= 0"] = 3
     profiler_active: Annotated[int, "steps in one trace", ">= 1"] = 1
     enable_memory_snapshot: Annotated[
         bool, "write a snapshot of CUDA's allocations every profile_freq steps, and when out of memory"
     ] = False
-    save_memory_snapshot_folder: Annotated[str, "folder of the snapshots inside the run's folder"] = "memory_snapshot"
+    save_memory_snapshot_folder: Annotated[
+        str, "folder of the snapshots inside the run's (with replica groups: the group's) folder"
+    ] = "memory_snapshot"
 
     def check(self) -> None:
         needed = self.profiler_warmup + self.profiler_active
@@ -40,8 +44,8 @@ class ProfilingConfig:
 
 
 class Profiler:
-    """A context manager for the training loop. Files: <run>/<folder>/step-N/rank-R.json.gz (open in Perfetto) and rank-R.pickle
-    (open at pytorch.org/memory_viz), where N is their last step. Without overhead if disabled."""
+    """A context manager for the training loop. Files: <run>/<folder>/step-N/rank-R.json.gz (with replica groups below <run>/groups/<id>;
+    open in Perfetto) and rank-R.pickle (open at pytorch.org/memory_viz), where N is their last step. Without overhead if disabled."""
 
     def __init__(
         self, config: ProfilingConfig, run_folder: Path, *, global_rank: int, log: Log, allocator: Any = None
@@ -68,10 +72,10 @@ class Profiler:
         return self
 
     def step(self, step: int) -> None:
-        self._step = step
+        last, self._step = self._step or step - 1, step  # several steps apart in semi-synchronous training
         if self._profile is not None:
             self._profile.step()
-        if self._allocator is not None and step % self._config.profile_freq == 0:
+        if self._allocator is not None and step // self._config.profile_freq > last // self._config.profile_freq:
             self._save_snapshot()
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
@@ -109,7 +113,7 @@ class GarbageCollection:
     Objects that exist at construction are frozen, which reduces a full collection from some 100 ms to a few ms."""
 
     def __init__(self, freq: int) -> None:
-        self._freq = freq
+        self._freq, self._step = freq, 0
         if freq:
             gc.disable()
             gc.collect()
@@ -118,7 +122,8 @@ class GarbageCollection:
             gc.enable()  # train.py has disabled it
 
     def step(self, step: int) -> None:
-        if self._freq and step % self._freq == 0:
+        last, self._step = self._step or step - 1, step  # several steps apart in semi-synchronous training
+        if self._freq and step // self._freq > last // self._freq:
             gc.collect()  # all generations, since automatic collection is disabled
 
     def close(self) -> None:

@@ -127,6 +127,24 @@ def test_garbage_is_collected_on_its_turn_and_only_then() -> None:
     assert gc.isenabled() and gc.get_freeze_count() == 0
 
 
+def test_its_turn_comes_between_two_calls_that_are_several_steps_apart(tmp_path: Path) -> None:
+    """As in semi-synchronous training, which goes on by rounds."""
+    collection, allocator = GarbageCollection(50), Allocator()
+    config = ProfilingConfig(enable_memory_snapshot=True, profile_freq=50)
+    profiler = Profiler(config, tmp_path, global_rank=0, log=Log(stream=io.StringIO()), allocator=allocator)
+    collected, written = list[int](), list[int]()
+    try:
+        for step in (64, 96, 128, 140, 160, 70, 90, 110):  # in the end back at an earlier checkpoint
+            gone, before = weakref.ref(Node()), len(allocator.asked)
+            collection.step(step)
+            profiler.step(step)
+            collected += [step] * (gone() is None)
+            written += [step] * (len(allocator.asked) > before)
+    finally:
+        collection.close()
+    assert collected == written == [128, 160, 110]
+
+
 def test_frequency_0_leaves_it_to_python() -> None:
     gc.disable()  # as train.py does while it imports
     frozen = gc.get_freeze_count()
