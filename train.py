@@ -360,6 +360,7 @@ class SemiSyncRun(Run):
     def compute_step(self, assignment: DataAssignment, batches: Iterator[Batch] | None = None) -> LocalStep:
         """Makes this group's own optimizer steps on a window of data."""
         batches = self.progress.timed("data", self.loader.load(assignment.slots))
+        self.optimizer.zero_grad()  # of a window that was not used: until here `nonfinite` reads them
         window = LocalStep([], 0.0, True, assignment.step, [], self.own_update)
         for step, slot in enumerate(assignment.slots, assignment.step):
             local = super().compute_step(DataAssignment(step, (slot,)), batches)
@@ -375,7 +376,6 @@ class SemiSyncRun(Run):
             with self.progress.phase("optimizer"):
                 self.manager.on_inner_step()
             self.watchdog.step_done()
-        self.optimizer.zero_grad()
         return window
 
     def leave(self, released: GroupReleased) -> None:

@@ -5,12 +5,15 @@ from contextlib import nullcontext, suppress
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
+import pytest
 import torch
 from torch.distributed import HashStore
 
-from train import LocalStep, Run
+from train import LocalStep, Run, SemiSyncRun
 from training.loss import describe_nonfinite
+from training.optimizer import Update
 
 
 def test_nothing_is_said_of_what_is_finite() -> None:
@@ -80,3 +83,22 @@ def test_a_norm_may_be_too_great_where_each_gradient_is_finite() -> None:
     run: Any = SimpleNamespace(world=world, model=SimpleNamespace(parts=[]))
     error = Run.nonfinite(run, LocalStep([1.0], 3.5, True, 4, []))
     assert str(error) == "step 5 not applied: the gradient norm is not finite"
+
+
+def test_a_group_that_steps_by_itself_keeps_such_a_gradient_until_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight, found = torch.nn.Parameter(torch.ones(2)), list[object]()
+
+    def one_step(run: Run, assignment: Any, batches: Any) -> LocalStep:
+        found.append(weight.grad)
+        weight.grad = torch.full((2,), math.nan)
+        return LocalStep([8.0], 3.5, True, assignment.step, [])
+
+    monkeypatch.setattr(Run, "compute_step", one_step)
+    run: Any = object.__new__(SemiSyncRun)
+    run.optimizer = torch.optim.SGD([weight])
+    run.optimizer_step = SimpleNamespace(step=lambda step, tokens: Update(math.nan, 0.0))
+    run.progress, run.loader = MagicMock(), MagicMock()
+    for step in (0, 8):
+        assert not run.compute_step(SimpleNamespace(step=step, slots=(0, 4))).finite
+        assert weight.grad is not None
+    assert found == [None, None], "and no later window has it"
