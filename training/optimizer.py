@@ -253,7 +253,7 @@ def gradient_norm(parameters: Iterable[nn.Parameter], loss: float | None = None)
 class Update(NamedTuple):
     """The result of an optimizer step. `lr`: 0 if nothing was applied. `spike`: why the step is one (SpikeRule), if there is a rule."""
 
-    grad_norm: float  # of the mean; of the sum, if it was not applied
+    grad_norm: float  # of the mean gradient
     lr: float
     spike: str = ""
 
@@ -310,11 +310,12 @@ class OptimizerStep:
             grad_norm, *losses = values.tolist()
         spike = "" if spikes is None else spikes.judge(grad_norm, losses[0], divisor)
         if not divisor:
-            self.optimizer.zero_grad()  # such as those of a balance loss, which no token that counts is needed for
+            self.optimizer.zero_grad()  # a balance loss has gradients even where no token has a label
+        mean_norm = grad_norm / divisor if divisor else grad_norm
         if spike or not (is_tried and math.isfinite(grad_norm)):
-            return Update(grad_norm, 0.0, spike)
+            return Update(mean_norm, 0.0, spike)
         self.optimizer.zero_grad()
         if self.ema is not None:
             with self.progress.phase("optimizer"):
                 self.ema.update()
-        return Update(grad_norm / divisor, lr)
+        return Update(mean_norm, lr)

@@ -72,7 +72,7 @@ def test_a_step_divides_clips_and_sets_the_rate_times_each_groups_factor(
     optimizer = build_optimizer(config, [part])
     step = OptimizerStep(optimizer, parameters, config, schedule, TrainingConfig(max_norm=0.5), Progress())
     grad_norm, lr, _ = step.step(0, divisor)
-    assert grad_norm == pytest.approx(scale * count**0.5 / (divisor if moves else 1))
+    assert grad_norm == pytest.approx(scale * count**0.5 / (divisor or 1))
     assert lr == pytest.approx(0.1 if moves else 0.0)
     assert [torch.equal(p.full_tensor(), old) for p, old in zip(parameters, before, strict=True)] == [not moves] * 3
     if moves:
