@@ -63,8 +63,8 @@ class CheckpointConfig:
     enable: Annotated[bool, "save, and resume from the newest checkpoint; false: start at step 0, save none"] = True
     folder: Annotated[
         str,
-        "folder of the checkpoints, inside the run's folder unless absolute; an absolute one must belong to this run alone; or a URL (s3://, "
-        'gs://), where they are put below the job\'s name, with a local copy in "checkpoint"',
+        "folder of the checkpoints, inside the run's folder unless absolute; an absolute one must belong to this run alone; or a URL "
+        '(s3://, gs://), where they are put below the job\'s name, with a local copy in "checkpoint"',
     ] = "checkpoint"
     interval: Annotated[int, "steps between checkpoints", ">= 1"] = 500
     async_mode: Annotated[
@@ -285,8 +285,9 @@ class Checkpointer:
             pass
 
     def load(self) -> int | None:
-        """Restores this run from its own checkpoints, else from initial_load_path. Called once, before any save. Returns the restored step;
-        None: starts at step 0. Raises ValueError for a setting to be changed, CheckpointFailed if no checkpoint of its own is intact."""
+        """Restores this run from its own checkpoints, else from initial_load_path. Called before the first step, and by the manager
+        whenever no group has a state. Returns the restored step; None: starts at step 0. Raises ValueError for a setting to be changed,
+        CheckpointFailed if no checkpoint of its own is intact."""
         if not self._config.enable:
             return None
         with suppress(CheckpointFailed, OSError):
@@ -334,7 +335,8 @@ class Checkpointer:
             if step == wanted or (wanted < 0 and is_useful):
                 try:
                     if self._beside and age[step] > own_age:
-                        # another machine's rows, which this one continues; first, as a start that has the step does not look again
+                        # rows that another machine wrote; before the checkpoint, since a start that finds the step on disk fetches
+                        # nothing more
                         self._uploader.store.fetch_files(self.folder.parent)
                     self._uploader.store.fetch(step, self.folder)
                     break
@@ -703,6 +705,8 @@ class Checkpointer:
         misfits += [f"{name} is in the checkpoint but not in this run" for name in sorted(everywhere)]
         if misfits:
             more = f" (and {len(misfits) - 3} more)" if len(misfits) > 3 else ""
+            if any(misfit.startswith("loader.rank ") for misfit in misfits):  # a key of StreamingLoader
+                more += "; a stream is resumed by the same number of data-parallel ranks"
             request = initial or f'checkpoint.folder = "{config.folder}": {path}'
             raise ValueError(f"{request}: does not fit this run: {'; '.join(misfits[:3])}{more}")
         if problem := dcp.read(filled, path, group=ranks.group):

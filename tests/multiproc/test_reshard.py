@@ -301,4 +301,6 @@ def test_a_stream_is_taken_up_by_as_many_data_parallel_ranks_in_any_layout(pool:
             assert place == f"record {dp_rank}"
     text = "loader.rank 0 of 4 is in this run but not in the checkpoint; loader.rank 1 of 4 is in this run but not in the checkpoint; "
     for _, place in pool.run(4, load_place, tmp_path, LAYOUTS["hsdp4"]):
-        assert place.startswith(text)
+        assert place.startswith(text) and place.endswith(
+            "; a stream is resumed by the same number of data-parallel ranks"
+        )

@@ -77,6 +77,17 @@ def test_a_checkpoint_of_other_text_is_refused(tmp_path: Path) -> None:
     )
 
 
+def test_a_checkpoint_with_other_tokens_held_out_names_the_setting(tmp_path: Path) -> None:
+    """One document is cut where its last tokens are validated on."""
+    config = files_config(write_jsonl(tmp_path / "a.jsonl", ["one document"]), dataset_held_out=0.2)
+    validated = open_it(config, tmp_path / "cache")
+    data = open_data(config, ValidationConfig(), ByteTokenizer(), tmp_path / "cache", log=Lines())
+    with pytest.raises(ValueError, match=r"^validation\.enable = false: it was true in this run, .*; restore it$"):
+        data.load_state_dict(validated.state_dict())
+    with pytest.raises(ValueError, match=r"^validation\.enable = true: it was false in this run, .*; restore it$"):
+        validated.load_state_dict(data.state_dict())
+
+
 def test_the_standard_library_is_enough_to_train_on(tmp_path: Path) -> None:
     data = open_it(TrainingConfig(), tmp_path)
     assert data.order(seed=0, seq_len=256).sequences_per_epoch > 10_000

@@ -32,6 +32,8 @@ from training.data.streaming import StreamingLoader, open_stream
 from training.log import Log
 from training.tokenizer import Tokenizer
 
+_CUT = "cut "  # begins the digest of a corpus whose last tokens are held out
+
 
 @dataclass(frozen=True)
 class DataSegment:
@@ -91,6 +93,12 @@ class _Data:
         self.check_digest(state["digest"])
 
     def check_digest(self, saved: str) -> None:
+        if saved != self.digest and saved.removeprefix(_CUT) == self.digest.removeprefix(_CUT):
+            now = self.digest.startswith(_CUT)
+            raise ValueError(
+                f"validation.enable = {str(now).lower()}: it was {str(not now).lower()} in this run, whose documents are too few to hold "
+                "out whole ones: with validation the last tokens are held out, and without it they are trained on; restore it"
+            )
         if saved != self.digest:
             raise ValueError(
                 "training.dataset: the text or its tokenizer changed since this run's checkpoint (digest "
@@ -125,7 +133,9 @@ class _OrderedData(_Data, ABC):
 
     def __init__(self, config: TrainingConfig, further: Sequence[tuple[str, Store]]) -> None:
         super().__init__(config, further)
-        self._segments = list[DataSegment]()  # empty until a state is loaded or saved: only the present one
+        self._segments = list[
+            DataSegment
+        ]()  # empty, `segments` is [_own], until a state is loaded or `resume_at` begins one
         self._is_old = False  # True: the loaded state is of a version without segments
         self._order: SegmentedOrder | None = None
         self._loader: BatchLoader | None = None
@@ -234,7 +244,7 @@ class CachedData(_OrderedData):
         super().__init__(config, further)
         self._corpus, self._validates = corpus, validates and config.dataset_held_out > 0
         cut = self._validates and needs_token_split(corpus, config.dataset_held_out)
-        self.digest = f"cut {corpus.key}" if cut else corpus.key
+        self.digest = f"{_CUT}{corpus.key}" if cut else corpus.key
 
     def summary(self) -> str:
         meta, held_out = self._corpus.meta, self._config.dataset_held_out
@@ -292,11 +302,11 @@ class StoredData(_OrderedData):
         return StoredData(config, [Store(Path(path).expanduser(), "training.dataset") for path in paths], ())
 
     def order(self, *, seed: int, seq_len: int) -> StoreOrder | Mixture:
-        part = "train" if self._holds_out else "all"
+        split = "train" if self._holds_out else "all"
         orders = [
             StoreOrder(
                 store,
-                part,
+                split,
                 seed=seed,
                 seq_len=seq_len,
                 skip=[(span.first, span.end) for span in self._config.skip if span.source == name],

@@ -190,17 +190,17 @@ class StoreOrder:
     """The order of a part of a token store: "train", "validation" (what is held out) or "all"."""
 
     def __init__(
-        self, store: Store, part: str, *, seed: int | None, seq_len: int, skip: Sequence[tuple[int, int]] = ()
+        self, store: Store, split: str, *, seed: int | None, seq_len: int, skip: Sequence[tuple[int, int]] = ()
     ) -> None:
         """`seed` None: in the order of the store, for validation. `skip`: ranges of documents that are left out, first to end; they are
-        numbered over the shards. Raises ValueError if `part` has no sequence."""
-        self._store, self._part, self._seed, self.seq_len, self._skip = store, part, seed, seq_len, skip
+        numbered over the shards. Raises ValueError if `split` has no sequence."""
+        self._store, self._split, self._seed, self.seq_len, self._skip = store, split, seed, seq_len, skip
         self._spans = list(self._find_spans())  # shard, offset of the first token, and end of each piece of the stream
         self._ends = np.cumsum([end - first for _, first, end in self._spans])  # of the pieces in the stream
         self.tokens_per_epoch = int(self._ends[-1])
         self.sequences_per_epoch = (self.tokens_per_epoch - 1) // seq_len
         if self.sequences_per_epoch < 1:
-            purpose = "validation" if part == "validation" else "training"
+            purpose = "validation" if split == "validation" else "training"
             if skip and self.tokens_per_epoch < 2:
                 raise ValueError(f"training.skip: no text of the store {store.folder} is left for {purpose}")
             raise ValueError(
@@ -210,13 +210,13 @@ class StoreOrder:
             )
 
     def __reduce__(self) -> tuple[object, ...]:
-        return partial(StoreOrder, seed=self._seed, seq_len=self.seq_len, skip=self._skip), (self._store, self._part)
+        return partial(StoreOrder, seed=self._seed, seq_len=self.seq_len, skip=self._skip), (self._store, self._split)
 
     def _find_spans(self) -> Iterator[tuple[int, int, int]]:
         documents = 0  # of the shards before
         for number, shard in enumerate(self._store.manifest.shards):
-            at = shard.train_tokens if self._part == "validation" else 0
-            end = shard.train_tokens if self._part == "train" else shard.tokens
+            at = shard.train_tokens if self._split == "validation" else 0
+            end = shard.train_tokens if self._split == "train" else shard.tokens
             for first, last in sorted(self._skip):
                 first, last = max(first - documents, 0), min(last - documents, shard.documents)
                 if first < last:
@@ -393,7 +393,7 @@ class SegmentedOrder:
     ledger, is cut to the present seq_len, or filled up with NO_TOKEN."""
 
     def __init__(self, segments: Sequence[tuple[int, Order | None]]) -> None:
-        """`segments`: first position and order of each; None: no position of it is left."""
+        """`segments`: first position and order of each; None: its data is gone, and no position of it is read."""
         self.set(segments)
 
     def __reduce__(self) -> tuple[object, ...]:

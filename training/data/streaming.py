@@ -144,12 +144,7 @@ class StreamingLoader(BatchLoader):
         return {self._key: json.dumps(self._loader.state_dict())}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Raises ValueError if the state was written by a different number of data-parallel ranks."""
-        if self._key not in state:
-            raise ValueError(
-                f'training.dataset = "huggingface": the checkpoint has {", ".join(sorted(state)) or "no cursor"}, not '
-                f"{self._key}; a stream is resumed by the same number of data-parallel ranks"
-            )
+        """Goes on at the cursor of this rank, which the checkpoint has if as many data-parallel ranks saved it (Checkpointer._restore)."""
         self._rows = None
         self._loader.load_state_dict(json.loads(state[self._key]))
 
