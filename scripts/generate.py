@@ -118,16 +118,18 @@ def lasting(read: Callable[[], T], named: str, warn: Callable[[str], object], at
     return lasting(read, named, warn, attempt + 1)
 
 
-def checkpoint_of(folder: Path, step: int, *, who: str = "generate") -> tuple[Path, Manifest]:
+def checkpoint_of(folder: Path, step: int, *, who: str = "generate", full: bool = False) -> tuple[Path, Manifest]:
     """Returns the newest complete checkpoint, or that of `step` if >= 0, and its manifest. Raises ValueError if there is none, Damaged, and
-    Removed if a run removes it meanwhile; warns as `who`."""
+    Removed if a run removes it meanwhile; warns as `who`. `full`: not one with only the weights."""
     steps = list_steps(folder)
     if step >= 0 and step not in steps:
         raise ValueError(f"--step {step}: {folder} has {', '.join(map(str, steps)) or 'no checkpoint'}")
     for candidate in [step] if step >= 0 else by_age(folder):
         path = step_folder(folder, candidate)
         try:
-            return path, read_verified(path)
+            manifest = read_verified(path)
+            if manifest.kind == "full" or not full:
+                return path, manifest
         except Damaged as damage:
             if step >= 0 or isinstance(damage, Removed):
                 raise

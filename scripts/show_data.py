@@ -20,7 +20,7 @@ import numpy as np
 from configs.load import FILE_NAME, load
 from scripts.generate import checkpoint_of
 from training.checkpoint_dcp import read_values
-from training.checkpoint_files import Damaged, list_steps
+from training.checkpoint_files import Damaged, newest
 from training.data.dataset import StreamedData, open_data
 from training.data.order import NO_TOKEN, SegmentedOrder, StoreOrder
 from training.log import Log
@@ -50,12 +50,13 @@ def show(run: Path, positions: str) -> None:
     config = load([str(run / FILE_NAME if run.is_dir() else run)])
     tokenizer = build_tokenizer(config.model.tokenizer_path)
     cache, log = config.run_folder.parent / "data_cache", Log(stream=sys.stderr)
-    data = open_data(config.training, config.validation, tokenizer, cache, log=log)
+    vocab_size = config.model.vocab_size
+    data = open_data(config.training, config.validation, tokenizer, cache, log=log, vocab_size=vocab_size)
     if isinstance(data, StreamedData):
         raise ValueError('training.dataset = "huggingface": a stream has no positions')
     checkpoints = run / config.checkpoint.local_folder
-    if run.is_dir() and list_steps(checkpoints):
-        path, _ = checkpoint_of(checkpoints, -1, who="show_data")
+    if run.is_dir() and newest(checkpoints) is not None:  # one with only the weights has no data
+        path, _ = checkpoint_of(checkpoints, -1, who="show_data", full=True)
         data.load_state_dict(read_values(path, "data"))
     order = SegmentedOrder(data.orders())
     for position in range(int(first), int(last or first) + 1):

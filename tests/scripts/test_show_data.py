@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
+from torch.nn import Linear
 
+from configs.load import load
+from configs.saved import save
 from scripts import prepare_data, show_data
 from tests.scripts.tiny_job import CONFIG
 from tests.unit.data_corpus import write_jsonl
+from training.checkpoint import CheckpointConfig, Checkpointer, ModelState
+from training.data.dataset import open_data
+from training.log import Log
+from training.tokenizer import ByteTokenizer
 
 
 @pytest.fixture(autouse=True)
@@ -33,6 +42,34 @@ def test_documents_have_their_numbers_in_the_store(capsys: pytest.CaptureFixture
     for line in whole:
         number, text = line.removeprefix("  document ").partition(",")[0], line.partition("'document ")[2]
         assert text == f"{number}.'"
+
+
+def test_a_last_save_of_the_weights_alone_leaves_the_data_of_the_one_before(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    config = load(["run.toml"])
+    save(config, config.run_folder)
+    log = Log(stream=sys.stderr)
+    data = open_data(config.training, config.validation, ByteTokenizer(), tmp_path, log=log)
+    both = {"data": data, "model": ModelState([Linear(1, 1)])}
+    for step, states in ((2, both), (4, {"model": both["model"]})):
+        checkpoints = Checkpointer(
+            CheckpointConfig(last_save_model_only="data" not in states), config.run_folder, states, log=log
+        )
+        checkpoints.save(step, last=True)
+    assert show_data.main(["run.toml", "0-19"]) == 0
+    before = capsys.readouterr().out
+    assert show_data.main([str(config.run_folder), "0-19"]) == 0
+    assert capsys.readouterr().out == before
+
+
+def test_token_files_with_more_numbers_than_the_tokenizer(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    np.full(4000, 300, dtype="<u2").tofile(tmp_path / "a.bin")
+    config = CONFIG.replace(
+        'dataset = "files"\ndataset_path = "text/*.txt"', 'dataset = "tokens"\ndataset_path = "a.bin"'
+    )
+    (tmp_path / "run.toml").write_text(config.replace("[model]", "[model]\nvocab_size = 512"))
+    assert show_data.main(["run.toml", "0"]) == 0, capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
