@@ -27,7 +27,7 @@ from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 from scripts.plan import LaunchSettings, forget_old, how_ended, say
 from training.log import Log
 from training.progress import Clock
-from training.signals import Signals
+from training.signals import SAME_SIGNAL_S, Signals
 
 LIFELINE = Path(__file__).resolve().parent / "lib" / "lifeline.py"
 POLL_S = 0.1
@@ -130,8 +130,6 @@ class LocalRanks(Signals):
     """The processes of this node's ranks. Forwards the first SIGTERM or SIGINT to them as SIGTERM; kills them on a second one or after
     `grace_s`. Forwards SIGUSR1. Signals are handled in a thread (see Signals), so also while the agent waits in C code."""
 
-    same_signal_s = 2.0  # a terminal and a scheduler may each deliver the same signal
-
     def __init__(self, grace_s: float) -> None:
         self.stopping = False
         self.killed = False
@@ -147,12 +145,14 @@ class LocalRanks(Signals):
             if number == signal.SIGUSR1:
                 self._send(signal.SIGUSR1)
             elif not self.pids:
-                self._exit("stopped before any rank was started")
+                self._exit(
+                    f"stopped {'while the ranks were restarted' if self.all_pids else 'before any rank was started'}"
+                )
             elif not self.stopping:
                 self.stopping, self._stopping_since = True, time.monotonic()
                 self._send(signal.SIGTERM)
                 self._after(self._grace_s, lambda: self._kill(f"not saved within {self._grace_s:g} s"))
-            elif time.monotonic() - self._stopping_since > self.same_signal_s:
+            elif time.monotonic() - self._stopping_since >= SAME_SIGNAL_S:
                 self._kill(f"{signal.Signals(number).name} again")
 
     def close(self) -> None:
@@ -272,7 +272,8 @@ def _spec(command: list[str], launch_settings: LaunchSettings, nproc: int, logs:
         endpoint, address, settings["is_host"] = "localhost:0", "localhost", True
     elif launch_settings.node_rank is not None:
         backend, settings["rank"] = "static", launch_settings.node_rank
-    run = logs.parent.name  # the same on every node; differs from that of other runs on the same host
+    # <run>/logs, or <run>/groups/<id>: the same on every node; differs from that of other runs and groups on the same host
+    run = "/".join(logs.parts[-3:])
     parameters = RendezvousParameters(
         backend, endpoint, run, launch_settings.nnodes, launch_settings.nnodes, address, **settings
     )

@@ -211,7 +211,8 @@ def main(argv: list[str]) -> int:
         return 2
     with closing(lock):
         env = environment(config.run_folder, number)
-        env.setdefault("OMP_NUM_THREADS", threads_per_rank(number))
+        ranks = len(devices[0]) or LaunchSettings.read(os.environ).nproc or 1  # of a group
+        env.setdefault("OMP_NUM_THREADS", threads_per_rank(number * ranks))
         lighthouse = LighthouseSupervisor(config, env, opens=OPEN in argv)
         env["TORCHFT_LIGHTHOUSE"], folder = lighthouse.address, config.run_folder / "groups"
         groups = [

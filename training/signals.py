@@ -17,9 +17,9 @@ from training.progress import Clock
 STOP = 1  # save, then exit 0
 SAVE = 2  # save, then go on
 STEPS_TO_STOP = 3  # where a stop is requested in step n, all groups have ended before step n + 3
+SAME_SIGNAL_S = 2.0  # launcher, terminal and scheduler may each deliver a signal: repeats within this time are ignored
 
 _STOPPING = (signal.SIGTERM, signal.SIGINT)
-_SAME_SIGNAL_S = 2.0  # launcher, terminal and scheduler may each deliver a signal: repeats within this time are ignored
 LOG_JOIN_S = 1.0  # longest wait for a log line, which blocks only if nobody reads the pipe
 
 
@@ -81,7 +81,7 @@ class Signals:
                 self.pending |= STOP
             callback()
             self._say(f"{name}: saving after this step, then leaving; another one ends the run at once")
-        elif now - self._stop_requested >= _SAME_SIGNAL_S:
+        elif now - self._stop_requested >= SAME_SIGNAL_S:
             # Not through the log, whose lock the blocked loop may hold; and not if the pipe is full, which would block.
             if select.select([], [2], [], 0)[1]:
                 os.write(2, f"{name} again: ending at once, without saving\n".encode())
