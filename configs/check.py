@@ -28,7 +28,7 @@ from models.contract import Model, check_contract, has_experts, nearest
 from parallelisms.device import local_device_type
 from parallelisms.execution import CompileConfig
 from parallelisms.mesh import degrees
-from parallelisms.pipeline_plan import check_pipeline, schedule_of, splits_backward
+from parallelisms.pipeline_plan import check_pipeline, placement, schedule_of, splits_backward, stage_modules
 from training.checkpoint import beginning, progress_in
 from training.data.dataset import StreamedData, open_data
 from training.data.order import Mixture, Order
@@ -208,6 +208,15 @@ def _check_pipeline(config: RunConfig) -> None:
             "backward in two halves, and for the second a block would be computed again for each of its weights; "
             'nearest: "none", or parallelism.pipeline_parallel_schedule = "Interleaved1F1B"'
         )
+    if (count := config.fault_tolerance.num_fragments) > 1:  # each rank splits its own stages
+        from ft.semi_sync import split
+
+        stages = stage_modules(config.parallelism, list(model.layers))
+        held = [[name for stage in own for name in stages[stage]] for own in placement(config.parallelism, len(stages))]
+        rank = min(range(len(held)), key=lambda rank: len(held[rank]))
+        prefixes = tuple(f"{name}." for name in held[rank])
+        named = [each for each in model.named_parameters() if each[0].startswith(prefixes)]
+        split(named, count, of=f"rank {rank} of the pipeline")
 
 
 def _check_schedules(config: RunConfig) -> Iterator[str]:
@@ -337,7 +346,7 @@ def gradient_device_type(config: RunConfig, device_type: str) -> str:
 def _check_rounds(config: RunConfig) -> Iterator[str]:
     """In semi-synchronous training, checkpoints, validations and the last step must coincide with a synchronisation."""
     tolerance, checkpoint = config.fault_tolerance, config.checkpoint
-    if tolerance.num_fragments > 1:
+    if tolerance.num_fragments > 1 and config.parallelism.pipeline_parallel_degree == 1:
         from ft.semi_sync import split
 
         split(list(config.meta_model(max(1, config.model.vocab_size)).named_parameters()), tolerance.num_fragments)

@@ -119,7 +119,7 @@ class Fragment:
                 yield name, self._optimizer.state.get(parameter, {})
 
 
-def split(named: Named, count: int) -> list[Named]:
+def split(named: Named, count: int, *, of: str = "the model") -> list[Named]:
     """Splits a model into `count` fragments of whole blocks (a layer, with all its weights) in their order, as evenly as blocks allow; the
     result is the same in all groups. Raises ValueError if there are fewer blocks."""
     blocks: dict[str, list[tuple[str, nn.Parameter]]] = {}
@@ -128,7 +128,7 @@ def split(named: Named, count: int) -> list[Named]:
         blocks.setdefault(block, []).append((name, parameter))
     if len(blocks) < count:
         raise ValueError(
-            f"fault_tolerance.num_fragments = {count}: must be at most {len(blocks)}, the blocks of the model; nearest: {len(blocks)}"
+            f"fault_tolerance.num_fragments = {count}: must be at most {len(blocks)}, the blocks of {of}; nearest: {len(blocks)}"
         )
     sizes = {block: sum(parameter.numel() for _, parameter in members) for block, members in blocks.items()}
     fragments: list[list[tuple[str, nn.Parameter]]] = [[]]

@@ -348,13 +348,14 @@ SEMI = ("--fault_tolerance.enable", "--fault_tolerance.semi_sync_method=diloco",
         (["--training.steps=16", "--checkpoint.interval=8", "--validation.enable", "--validation.freq=4"], "--validation.freq = 4: must be a multiple of 8, the steps between two synchronisations of groups (fault_tolerance.sync_steps / num_fragments); nearest: 8"),
         (["--training.steps=16", "--checkpoint.interval=8", "--checkpoint.enable_first_step_checkpoint"], "--checkpoint.enable_first_step_checkpoint = true: the first synchronisation of groups is after 8 steps (fault_tolerance.sync_steps / num_fragments); set it to false"),
         (["--fault_tolerance.num_fragments=8", "--model.n_layers=2", "--checkpoint.enable=false"], "--fault_tolerance.num_fragments = 8: must be at most 5, the blocks of the model; nearest: 5"),
+        (["--fault_tolerance.num_fragments=4", "--parallelism.pipeline_parallel_degree=4", "--model.n_layers=6", "--checkpoint.enable=false"], "--fault_tolerance.num_fragments = 4: must be at most 2, the blocks of rank 0 of the pipeline; nearest: 2"),
         (["--training.steps=16", "--checkpoint.interval=8", "--training.on_spike=skip"], '--training.on_spike = "skip": between two synchronisations each group makes other steps, so no step is a spike in all of them; nearest: "stop", or fault_tolerance.semi_sync_method = "none"'),
         (["--training.steps=16", "--checkpoint.interval=8", "--training.on_spike=rewind"], '--training.on_spike = "rewind": between two synchronisations each group makes other steps, so no step is a spike in all of them; nearest: "stop", or fault_tolerance.semi_sync_method = "none"'),
         (["--training.steps=16", "--checkpoint.interval=8", "--training.spike_window=9"], '--training.spike_window = 9: between two synchronisations each group makes other steps, so no step is a spike in all of them; nearest: 0, or fault_tolerance.semi_sync_method = "none"'),
     ],
 )  # fmt: skip
 def test_groups_that_step_by_themselves_show_nothing_between(folder: Path, argv: list[str], expected: str) -> None:
-    assert complaints(folder, *SEMI, *argv) == [expected]
+    assert complaints(folder, *SEMI, *argv, world_size=4) == [expected]
 
 
 def test_groups_that_step_by_themselves_fit(folder: Path) -> None:
