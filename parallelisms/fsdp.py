@@ -39,8 +39,10 @@ def apply_fsdp(
         # experts are sharded over tp, nothing else is. torch's stage (2.11 to 2.13) reduces the gradients of units made as its root is,
         # by `replicate` or by fully_shard, so all have to be made by fully_shard
         dense = data_parallel_mesh(mesh, hsdp=True)
-    by_default = dense.size(dense.ndim - 1) > 1 and mesh[PP].size() == 1
-    reshard = {"default": by_default, "always": True, "never": False}[config.fsdp_reshard_after_forward]
+    fixed = {"always": True, "never": False}.get(config.fsdp_reshard_after_forward)
+    reshard = dense.size(dense.ndim - 1) > 1 and mesh[PP].size() == 1 if fixed is None else fixed
+    # experts may be sharded where nothing else is, as over tp
+    reshard_experts = reshard or (fixed is None and sparse.size(sparse.ndim - 1) > 1 and mesh[PP].size() == 1)
 
     def wrap(
         modules: Sequence[nn.Module],
@@ -86,7 +88,7 @@ def apply_fsdp(
         if isinstance(module, Router):
             wrap([module], reshard=reshard, dtypes=(torch.float32, torch.float32))
         elif isinstance(module, Experts):
-            wrap([module], reshard=reshard, axes=sparse)
+            wrap([module], reshard=reshard_experts, axes=sparse)
     groups = list(fsdp_param_groups(part, config.fsdp_blocks_per_group))
     for group in groups:
         is_last = part.output is not None and part.output in group  # needed again as soon as the backward starts

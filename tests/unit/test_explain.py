@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -302,3 +303,22 @@ def test_every_parameter_of_a_mixture_in_a_pipeline_has_a_gradient(
     for rank in ranks(job_of(config, world_size=2 * replicas * shards * tp, device="cpu")):
         [stage] = rank.stages
         assert stage.step.resident.gradients == 4 * sum(kind.layers * prod(kind.local_shape) for kind in stage.kinds)
+
+
+def test_a_stage_with_a_dense_block_does_not_stand_for_those_of_experts(tmp_path: Path):
+    (tmp_path / "run.toml").write_text(MIXTURE.replace("n_layers = 2", "n_layers = 6\ndense_layers = 2"))
+    argv = ["--parallelism.pipeline_parallel_degree=4", "--training.local_batch_size=4"]
+    config = load([str(tmp_path / "run.toml"), *argv])
+    profiles = ranks(job_of(config, world_size=4, device="cpu"))
+    for rank, prefixes in ((1, ("layers.1.", "layers.2.")), (2, ("layers.3.", "layers.4."))):
+        named = config.meta_model(64).named_parameters()
+        size = sum(parameter.numel() for name, parameter in named if name.startswith(prefixes))
+        assert profiles[rank].resident.gradients == 4 * size
+
+
+def test_experts_that_are_sharded_over_tp_alone_are_freed_after_their_forward(tmp_path: Path):
+    (tmp_path / "run.toml").write_text(MIXTURE)
+    config = load([str(tmp_path / "run.toml"), "--parallelism.tensor_parallel_degree=2"])
+    [rank] = ranks(job_of(config, world_size=2, device="cpu"))
+    gathered = [label for label in rank.stages[0].step.labels if re.match(r"FSDP::all_gather \(.*experts\)", label)]
+    assert len(gathered) == 4, "those of both blocks, for the forward and for the backward"

@@ -511,7 +511,8 @@ def effective_axis(axis: str, *, dp_shard: int, cp: int) -> str:
 def _pipeline_ranks(job: ExplainedJob) -> list[RankProfile]:
     """Simulates each stage for two microbatches on a pipeline with one stage per rank, and replays it by the schedule."""
     config = job.layout.parallelism
-    modules = stage_modules(config, list(job.model().layers))
+    whole = job.model()
+    modules = stage_modules(config, list(whole.layers))
     rows = table(schedule_of(config), job.degrees.pp, len(modules), job.microbatches)
     one_stage_per_rank = replace(
         config,
@@ -531,7 +532,13 @@ def _pipeline_ranks(job: ExplainedJob) -> list[RankProfile]:
     every = int(option) if option.isdigit() else 1
     for index, names in enumerate(modules):
         # Equal for stages of equal shapes with checkpointing on the same blocks
-        kind = tuple(re.sub(r"\d+", lambda number: str((int(number[0]) + 1) % every), name) for name in names)
+        kind = tuple(
+            (
+                re.sub(r"\d+", lambda number: str((int(number[0]) + 1) % every), name),
+                *(parameter.shape for parameter in whole.get_submodule(name).parameters()),
+            )
+            for name in names
+        )
         if kind not in seen:
             seen[kind] = _simulate_stage(stage_job, pp_rank=index)
         stages.append(replace(seen[kind], modules=tuple(names)))
