@@ -177,8 +177,8 @@ def _train(
     code, text = _output(command, limit_s, **env)
     if code:
         raise Failed(_last_line(text, code))
-    [journal] = folder.glob("**/metrics.jsonl")
-    rows = [json.loads(line) for line in journal.read_text().splitlines()]
+    [metrics] = folder.glob("**/metrics.jsonl")
+    rows = [json.loads(line) for line in metrics.read_text().splitlines()]
     later = rows[len(rows) // 2 :]
     figures: Figures = {
         "steps": rows[-1]["step"],

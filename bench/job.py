@@ -27,7 +27,8 @@ from bench.pairs import Failed, Worker
 T = TypeVar("T")
 ROOT = Path(__file__).resolve().parents[1]
 REPLICA = Path(__file__).with_name("replica.py")
-KEEP_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(1 << 30), "MALLOC_TRIM_THRESHOLD_": str(1 << 30)}  # as in train.py
+# as keep_freed_memory of parallelisms/device.py
+KEEP_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(1 << 30), "MALLOC_TRIM_THRESHOLD_": str(1 << 30)}
 POLL_S, FORKED_S = 0.01, 180.0
 LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo" if sys.platform == "linux" else "lo0", "OMP_NUM_THREADS": "1"}
 TORCHFT = """
@@ -169,8 +170,8 @@ def obey(pipe: Any, orders: Mapping[str, Callable[..., Any]]) -> None:
 
 def rows(run: Path) -> list[dict[str, Any]]:
     """Returns the rows of metrics.jsonl, without an incomplete last line."""
-    journal = run / "metrics.jsonl"
-    lines = journal.read_text(encoding="utf-8").splitlines(keepends=True) if journal.exists() else []
+    metrics = run / "metrics.jsonl"
+    lines = metrics.read_text(encoding="utf-8").splitlines(keepends=True) if metrics.exists() else []
     return [json.loads(line) for line in lines if line.endswith("\n")]
 
 

@@ -11,7 +11,8 @@ if all cases pass, 1 if not, 2 for bad input.
 Cases are all factorizations of a number of ranks over the axes, crossed sparsely with the options. A layout with one axis is run with
 defaults and with each option of that axis (HSDP's two axes count as one). A layout with several axes is run with defaults, and once with
 one option of every axis, in rotation, so that options are combined. Each layout gives two cases, with SGD and with AdamW, that have
-opposite choices of accumulation, vocabulary, chunks of the loss, and document masks; with Muon only layouts without options are run.
+opposite choices of accumulation, vocabulary, chunks of the loss, and document masks; with Muon each layout is run with
+defaults and with each degree of expert parallelism.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Work of one rank for bench/parity.py: the reference by one process in plain PyTorch, and a layout's steps compared with it.
 
-Flow: parity.py sends `alone` to one worker per vocabulary and optimizer, then `beside` to as many workers as a case has ranks.
+Flow: parity.py sends `alone` to one worker per vocabulary, optimizer and document masks, then `beside` to as many workers
+as a case has ranks.
 The reference ("truth") does not use parallelisms/ or training/loss.py: mean loss and gradient are torch's own.
 """
 

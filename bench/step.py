@@ -3,10 +3,10 @@
     python bench/step.py [--model llama|qwen3] [--peer-python PYTHON] [--rounds 7] [--turns 1] [--device cpu|cuda] [--threads 2]
 
 Peers are torchtitan 0.2 and transformers 5: fp32, fp32 weights with bf16 autocast, and bf16 weights without fp32 master weights (faster,
-but small updates are lost); pharos always has fp32 master weights. Each side is one process for all rounds, on the same CPUs and number of
-threads; the sides alternate, --turns times in a round, whose seconds are added up: where a machine's speed changes within seconds, ratios
-of long rounds are steadier. The last lines compare each setting of pharos with the fastest peer at its best setting, round by round. gpu.py
-starts the same sides.
+but small updates are lost); pharos has fp32 master weights, except with `bf16 weights`. Each side is one process for all rounds, on the
+same CPUs and number of threads; the sides alternate, --turns times in a round, whose seconds are added up: where a machine's speed changes
+within seconds, ratios of long rounds are steadier. The last lines compare each setting of pharos with the fastest peer at its best setting,
+round by round. gpu.py starts the same sides.
 
 A setting is a list of flags: bf16 (autocast in a peer) or bf16 weights or fp32; compile, or compile=BACKEND; checkpoint (half of the
 matmuls and all of attention are saved, in torchtitan by code of this repository that does the same as its own; transformers recomputes

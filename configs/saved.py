@@ -49,7 +49,7 @@ _MAY_CHANGE = (  # but not between groups
     "lr_scheduler.total_steps",  # the length of the run, as training.steps
 )
 _GONE = "no such key"
-# resume.allow may name these: read in every step, and not part of the state
+# resume.allow may name these: what an older state lacks for them begins anew (EMA, spike window)
 _UPDATE_RULE = (
     "optimizer.",
     "lr_scheduler.",
@@ -63,7 +63,8 @@ _UPDATE_RULE = (
 )
 # resume.allow may name these where data has random access, which then begins anew (training/data/dataset.py)
 _ORDER = ("training.dataset", "training.sources", "training.seq_len", "training.seed")
-_LAYOUT = ("parallelism.", "fault_tolerance.", "training.steps")  # may change between launches, but not between groups
+# may change between launches, but not between groups; those in _IDENTITY may change in neither
+_LAYOUT = ("parallelism.", "fault_tolerance.", "training.steps")
 # May differ between groups: depends on the machine, or ft/start.py adds its resolved value to the fingerprint.
 _OWN = ("fault_tolerance.interface", "fault_tolerance.slots_per_step")
 

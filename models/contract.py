@@ -48,9 +48,10 @@ class Model(nn.Module):
     norm: nn.Module | None
     output: Head | None
     tp_plan: Mapping[str, str] = MappingProxyType({})  # module name -> kind: parallelisms/tensor.py
-    # Pattern over parameter names -> update, in place of the optimizer's. Called with the optimizer's step, with the parameter, to be
-    # changed in place, and its gradient, this rank's shards; the gradient is what backward gave, summed over all tokens, ranks and groups.
-    # Zeros must change nothing: a fused step that is left out has them. This gradient is excluded from the gradient norm and from clipping.
+    # Pattern over parameter names -> update, in place of the optimizer's. Called in the optimizer's step as update(parameter, gradient),
+    # this rank's shards; it changes the parameter in place. The gradient is what backward gave, summed over all tokens, ranks and groups. A
+    # gradient of zeros must change nothing: that is what it gets in a fused step that is not applied. This gradient is excluded from the
+    # gradient norm and from clipping.
     own_updates: Mapping[str, Callable[[Tensor, Tensor], None]] = MappingProxyType({})
     # Persistent buffers that follow from the configuration: never loaded from another run, nor from this one if seq_len has changed.
     COMPUTED_BUFFERS: tuple[str, ...] = ()

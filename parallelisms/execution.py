@@ -39,7 +39,8 @@ class Precision:
 
     master: torch.dtype = torch.float32  # the parameters that the optimizer updates, and its state
     compute: torch.dtype = torch.float32  # weights and activations in forward and backward
-    reduce: torch.dtype = torch.float32  # reduction of gradients over ranks; FSDP adds passes in the master dtype
+    # reduction of gradients over ranks; FSDP accumulates the gradients of several passes in the master dtype
+    reduce: torch.dtype = torch.float32
 
     def __str__(self) -> str:
         dtypes = self.master, self.compute, self.reduce

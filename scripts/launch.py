@@ -3,7 +3,8 @@
     run_train.sh -> launch.py -> train.py, in this process             one rank: nothing to supervise, torch is loaded once
                               -> agent.py -> lifeline.py -> train.py   more ranks, more nodes, or restarts
 
-Exit code: 0 finished, or saved on SIGTERM or SIGINT; 2 bad input: one message, no rank is started; 1 other errors.
+Exit code: 0 finished, or saved on SIGTERM or SIGINT; 2 bad input: one message, no rank is started; 1 other errors; 128 + n
+second stop signal n, with one rank in this process.
 `./scripts/run_train.sh --help` lists the environment variables.
 """
 
@@ -148,7 +149,7 @@ def run_here(argv: list[str], logs: Path) -> int:
     log = LogFile(logs / "rank0.log")
     sys.stdout, sys.stderr = cast(TextIO, Tee(sys.stdout, log)), cast(TextIO, Tee(sys.stderr, log))
     sys.argv = [str(ROOT / "train.py"), *argv]
-    runpy.run_path(sys.argv[0], run_name="__main__")  # ends in sys.exit
+    runpy.run_path(sys.argv[0], run_name="__main__")  # ends the process: end_process of training/log.py
     return 0
 
 

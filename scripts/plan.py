@@ -43,7 +43,7 @@ class LaunchSettings:
             raise ValueError(f"NPROC={env['NPROC']}: differs from its alias NGPU={env['NGPU']}; set one of them")
         nproc = "NPROC" if "NPROC" in env else "NGPU"
         nnodes = whole(env, "NNODES", least=1, default=1)
-        plan = LaunchSettings(
+        settings = LaunchSettings(
             nproc=whole(env, nproc, least=1) if nproc in env else None,
             nnodes=nnodes,
             node_rank=whole(env, "NODE_RANK", least=0, below=nnodes) if "NODE_RANK" in env and nnodes > 1 else None,
@@ -52,9 +52,9 @@ class LaunchSettings:
             max_restarts=whole(env, "MAX_RESTARTS", least=0, default=0),
             grace_s=whole(env, "STOP_GRACE", least=0, default=120),
         )
-        if nnodes > 1 and not re.fullmatch(r".+:\d+", plan.endpoint):
-            raise ValueError(f"RDZV_ENDPOINT={plan.endpoint}: with NNODES={nnodes} it must be host:port of node 0")
-        return plan
+        if nnodes > 1 and not re.fullmatch(r".+:\d+", settings.endpoint):
+            raise ValueError(f"RDZV_ENDPOINT={settings.endpoint}: with NNODES={nnodes} it must be host:port of node 0")
+        return settings
 
 
 def whole(env: Mapping[str, str], name: str, *, least: int, below: int | None = None, default: int = 0) -> int:

@@ -58,23 +58,23 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("run", type=Path, help="folder of the run, such as outputs/llama")
     parser.add_argument("--out", type=Path, help="file to write; default: loss.svg in the run's folder")
     arguments = parser.parse_args(argv)
-    journal = arguments.run / "metrics.jsonl"
+    metrics = arguments.run / "metrics.jsonl"
     out = arguments.out or arguments.run / "loss.svg"
     try:
-        training, validation = read(journal)
+        training, validation = read(metrics)
         out.write_text(draw(arguments.run.resolve().name, training, validation), encoding="utf-8")
     except (OSError, ValueError) as error:
-        message = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) else f"{journal}: {error}"
+        message = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) else f"{metrics}: {error}"
         print(f"plot_loss: {message}", file=sys.stderr)
         return 2
     print(f"{out}: {len(training)} steps, {len(validation)} validations")
     return 0
 
 
-def read(journal: Path) -> tuple[Points, Points]:
+def read(metrics: Path) -> tuple[Points, Points]:
     """Returns training and validation losses by step; ignores incomplete lines. Raises OSError, and ValueError for fewer than 2 steps."""
     training, validation = Points(), Points()
-    for line in journal.read_text(encoding="utf-8").splitlines():
+    for line in metrics.read_text(encoding="utf-8").splitlines():
         try:
             row = json.loads(line)
         except ValueError:

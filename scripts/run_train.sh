@@ -27,12 +27,15 @@ usage() {
     "  NNODES             number of nodes, default 1; run the same command on each" \
     "  NODE_RANK          this node's rank, 0 to NNODES-1; default: in order of arrival" \
     "  RDZV_ENDPOINT      host:port of node 0, for the rendezvous" \
-    "  LOG_RANK           ranks whose output is shown, such as 0,3, or all; default 0. <run>/logs has that of every rank" \
+    "  LOG_RANK           ranks whose output is shown, such as 0,3, or all; default 0. <run>/logs (with replica groups:" \
+    "                     <run>/groups/<id>) has that of every rank" \
     "  MAX_RESTARTS       restarts of failed ranks in any 24 h, default 0" \
-    "  STOP_GRACE         seconds that ranks have to save after SIGTERM or Ctrl-C, default 120; a second signal kills them" \
+    "  STOP_GRACE         seconds that ranks have to save after SIGTERM or Ctrl-C, default 120; a second signal kills them;" \
+    "                     not with one rank and no restarts, which is not supervised" \
     "  OMP_NUM_THREADS    threads per rank, default: cores of this machine divided by its ranks" \
     "" \
-    "Exit code: 0 finished, or saved after SIGTERM or Ctrl-C; 2 bad input; 1 other errors."
+    "Exit code: 0 finished, or saved after SIGTERM or Ctrl-C; 2 bad input; 1 other errors;" \
+    "128 + n second stop signal n, with one rank."
 }
 
 case " $* " in

@@ -149,6 +149,7 @@ def read(path: Path) -> list[SampleRow]:
             if not slots and not (spike and row["skipped"]):
                 raise ValueError("a step without a slot")
             holes = tuple(map(int, row["holes"]))
+            # "branch": the name of "changed" in rows of earlier versions; not the branch of a rewind
             changed = {str(key): str(change) for key, change in row.get("changed", row.get("branch", {})).items()}
             skipped = tuple(Range(int(first), int(end)) for first, end in row.get("skipped", ()))
             size, steps = int(row["slot_size"]), int(row.get("steps", 1))

@@ -4,9 +4,9 @@
 
 Starts a lighthouse and replica groups of one rank on this machine (`--groups 1`: without fault tolerance), traces `Run.train_step` of the
 first group at the given step with sys.setprofile, and prints the number of calls, distinct functions and files, and the maximum depth,
-without `train_step` itself. Not traced: `EXCLUDED` modules (model, data, metrics) with all their calls, and comprehensions and generator
-expressions, which are frames only in some versions of Python. `--write` writes docs/one_step.md: the calls, nested, and a
-digest that a test compares. Exit code: 0; 1 if a group failed.
+without `train_step` itself. Not traced: `EXCLUDED` modules (model, data, metrics, phases, background writer) with all their calls, and
+comprehensions and generator expressions, which are frames only in some versions of Python. `--write` writes docs/one_step.md: the calls,
+nested, and a digest that a test compares. Exit code: 0; 1 if a group failed.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ PAGE = """\
 
 Written by `make one_step`; do not edit. Each line is a call of a function of this repository during one steady step, on the trainer's
 thread, with its file, indented below its caller. Equal consecutive calls are one line with their count.
-Not traced: model, data, metrics, and the other processes (the group's server and the lighthouse).
+Not traced: model, data, metrics, phases, background writer, and the other processes (the group's server and the lighthouse).
 
 ```
 {tree}

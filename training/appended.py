@@ -161,7 +161,8 @@ class RunLock(AppendedFile):
             owner = self.read(0, self.size_bytes).decode().strip() or "another process"
             self.close()
             raise ValueError(
-                f"job.name: {run_folder} is in use by {owner}; wait for it, stop it, or start another run with --job.name NAME"
+                f"job.name: {run_folder} is in use by {owner}; wait for it, stop it, or start another run with --job.name "
+                "NAME, or, if this is a replica group's folder, give each group its own REPLICA_GROUP_ID"
             )
         with suppress(OSError):  # on a full disk the lock is held without the owner's name
             self.truncate(0)

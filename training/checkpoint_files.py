@@ -36,7 +36,7 @@ SPIKES_STATE = "spikes"  # key of the state of spikes.py, saved only with on_spi
 EMA_STATE = "ema"  # key of the state of ema.py, saved only with optimizer.ema_decay
 FORMAT = 1  # of the manifest; other numbers are rejected
 SEGMENT_BYTES = 64 << 20  # bytes per digest: small enough to divide among ranks and to locate damage
-_CHUNK_BYTES = 256 << 10  # bytes hashed at a time: fits the second-level cache between write and digest
+_HASHED_BYTES = 256 << 10  # bytes hashed at a time: fits the second-level cache between write and digest
 
 _NAME = re.compile(r"step-(\d+)")
 _LEFTOVER = re.compile(r"step-(\d+)\.(partial|replaced)(-.*)?")
@@ -113,7 +113,7 @@ class Digest:
     detected, others are missed with a probability of about 2^-63. A segment's digest is BLAKE2b over its chunks' values and its length."""
 
     def __init__(self) -> None:
-        self._words, self._weights = np.zeros(_CHUNK_BYTES // 8, dtype="<u8"), _hash_coefficients()
+        self._words, self._weights = np.zeros(_HASHED_BYTES // 8, dtype="<u8"), _hash_coefficients()
         self._bytes = self._words.view(np.uint8)
         self._filled = self._size_bytes = 0
         self._values, self._digests = list[bytes](), list[str]()
@@ -123,11 +123,11 @@ class Digest:
         source = np.frombuffer(data, dtype=np.uint8)
         start = 0
         while start < len(source):
-            count = min(_CHUNK_BYTES - self._filled, len(source) - start)
+            count = min(_HASHED_BYTES - self._filled, len(source) - start)
             self._bytes[self._filled : self._filled + count] = source[start : start + count]
             self._filled += count
             start += count
-            if self._filled == _CHUNK_BYTES:
+            if self._filled == _HASHED_BYTES:
                 self._close_chunk()
 
     def record(self, name: str) -> FileRecord:
@@ -145,7 +145,7 @@ class Digest:
         self._values.append(value.to_bytes(8, "little"))
         self._size_bytes += self._filled
         self._filled = 0
-        if len(self._values) * _CHUNK_BYTES == SEGMENT_BYTES:
+        if len(self._values) * _HASHED_BYTES == SEGMENT_BYTES:
             self._close_segment()
 
     def _close_segment(self) -> None:
@@ -197,7 +197,7 @@ def read_manifest(path: Path) -> Manifest:
 def verify(path: Path, manifest: Manifest, *, share: int = 0, shares: int = 1) -> None:
     """Compares the files with their digests; each of `shares` callers reads every `shares`-th segment. Raises Damaged with the place."""
     segments = ((file, index) for file in manifest.files for index in range(len(file.digests)))
-    buffer = memoryview(bytearray(_CHUNK_BYTES))
+    buffer = memoryview(bytearray(_HASHED_BYTES))
     for file, index in islice(segments, share, None, shares):
         first, digest = index * SEGMENT_BYTES, Digest()
         left = min(SEGMENT_BYTES, file.size_bytes - first)
@@ -368,7 +368,7 @@ def _kind(path: Path) -> str:
 @functools.cache
 def _hash_coefficients() -> np.ndarray[Any, np.dtype[np.uint64]]:
     """Returns fixed odd 64-bit weights, one per word of a chunk: the finaliser of SplitMix64 (Steele, Lea, Flood 2014) over 1, 2, 3, ..."""
-    z = np.arange(1, _CHUNK_BYTES // 8 + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+    z = np.arange(1, _HASHED_BYTES // 8 + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return np.asarray((z ^ (z >> np.uint64(31))) | np.uint64(1))

@@ -68,7 +68,7 @@ TRACES = "comm_traces"  # the flight recorder's files, in the folder of the run 
 class Components:
     """Builds the components of one rank, in the order in which they depend on each other; train.Run is the loop over them."""
 
-    HEALED_STATES: tuple[str, ...] = ("model", "optimizer")  # of model and optimizer what a healing group receives
+    HEALED_STATES: tuple[str, ...] = ("model", "optimizer")  # which of model and optimizer a healing group receives
 
     def __init__(
         self,
@@ -95,7 +95,7 @@ class Components:
             if config.job.print_config:
                 log.info("%s", to_toml(config))
             if config.training.deterministic:  # an operation without a deterministic kernel raises
-                os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # must be fixed before CUDA starts
+                os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS makes its first handle
                 torch.use_deterministic_algorithms(True)
                 torch.backends.cudnn.benchmark = False
             self.build_data()
@@ -242,8 +242,7 @@ class Components:
         # only rank 0 has rows; DCP saves one of several entries with the same name, which could be an empty one
         checkpointed = {name: state for name, state in states.items() if is_rank0 or name != METRICS_STATE}
         lease = WriterLease(folder, lambda: self.manager.writer_quorum) if shared else None
-        charts = Path(metrics.save_tb_folder)
-        rows = [METRICS, SAMPLES, *([] if charts.is_absolute() or ".." in charts.parts else [f"{charts}/*"])]
+        rows = [METRICS, SAMPLES, f"{Path(metrics.save_tb_folder)}/*"]
         self.checkpointer = self.cleanup.enter_context(
             closing(
                 Checkpointer(
@@ -281,6 +280,9 @@ class Components:
             self.load()
         if finished:
             self.checkpointer.upload(self.exported_step)
+            if newest:
+                text = "the last save has only the weights: with more training.steps the run continues from step %d"
+                self.log.info(text, newest)
         if is_rank0:
             self.announce_changes()
             self.metrics_processor.sink = self.cleanup.enter_context(closing(writer))
@@ -304,6 +306,7 @@ class Components:
         """Returns the changes of settings in the rows that are removed, as their steps are made again."""
         changes, path = dict[str, str](), self.config.run_folder / SAMPLES
         for row in reversed(last_rows(path, since=self.metrics_processor.resume_step, until=sys.maxsize)):
+            # "branch": the name of "changed" in rows of earlier versions; not the branch of a rewind
             changes = merged(changes, row.get("changed", row.get("branch", {})))
         return changes
 
@@ -350,9 +353,9 @@ class Components:
             self.log.warning("%s", text)
 
     def load_earlier(self, step: int, rewind_steps: Sequence[int], position: int) -> None:
-        """Loads the newest checkpoint before `step`, a spike; without one the run begins anew. As `load`, except for the rows of the steps
-        in between, which are removed once the next step is made; of these the changes of settings are kept. `rewind_steps`: see
-        Checkpointer.rewind. `position`: that of the data at `step`."""
+        """Loads the newest checkpoint before `step`, a spike; without one the run begins anew. Rows of the steps in between are removed
+        when the next step is written; changes of settings recorded in them are carried over to it. `rewind_steps`: see Checkpointer.rewind.
+        `position`: that of the data at `step`."""
         metrics, begun, changed = self.metrics_processor, self.metrics_processor.begin, self.changed_step
         self.checkpointer.rewind(step, rewind_steps, self.reset)
         self.resume_data(position)

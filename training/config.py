@@ -1,4 +1,4 @@
-"""The [training] and [validation] sections, and the check for optional packages. Imports no other module of the repository."""
+"""The [training], [validation] and [resume] sections, and the check for optional packages. Imports no other module of the repository."""
 
 from __future__ import annotations
 
@@ -183,7 +183,8 @@ class TrainingConfig:
 
 @dataclass(frozen=True)
 class ValidationSourceConfig:
-    """[[validation.sources]]: a token store that is only validated on, all of it."""
+    """[[validation.sources]]: a token store that is only validated on: all its documents count as held out; a validation reads its first
+    validation.steps batches."""
 
     path: Annotated[str, "folder of the store (scripts/prepare_data.py)"]
     name: Annotated[str, 'name of its loss; "": the folder\'s name'] = ""

@@ -21,10 +21,10 @@ CORRUPT, HANG = "corrupt", "hang"  # file names
 
 
 class FaultInjector:
-    """Injects faults in one rank. `folder`: the replica group's; `group_rank`: the rank within the group."""
+    """Injects faults in one rank. `folder`: the replica group's; `global_rank`: the rank within the group."""
 
-    def __init__(self, folder: Path, group_rank: int, weights: Iterable[Tensor], *, enabled: bool, log: Log) -> None:
-        self._folder, self._rank, self._weights = folder, str(group_rank), weights
+    def __init__(self, folder: Path, global_rank: int, weights: Iterable[Tensor], *, enabled: bool, log: Log) -> None:
+        self._folder, self._rank, self._weights = folder, str(global_rank), weights
         self._enabled, self._log = enabled, log
 
     def step(self, step: int) -> None:

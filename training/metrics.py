@@ -97,8 +97,9 @@ class MetricsProcessor:
     def step(
         self, step: int, commit: Commit, update: Update, *, slot_size: int, steps: int = 1, heals: int | None = None
     ) -> None:
-        """Reports committed step `step`, with `steps` - 1 unreported ones before it. An `update` with `spike` was not applied. `heals`: of
-        this replica group, if there are groups; their metrics are charted on logging steps and whenever they change."""
+        """Reports committed step `step`, with `steps` - 1 unreported ones before it. An `update` with `spike` was not applied. `heals`:
+        those that this group has seen, its own included, if there are groups; their metrics are charted on logging steps and whenever they
+        change."""
         loss, (grad_norm, lr, spike), rewound = commit.mean_loss, update, commit.rewound
         tokens = 0 if spike else round(commit.divisor)
         groups = dict[str, float]()
@@ -166,8 +167,8 @@ class MetricsProcessor:
             self._save_config()
 
     def record_changes(self, changes: Mapping[str, str], save_config: Callable[[], None]) -> None:
-        """Calls `save_config` after the next committed step. If that is `resume_step`, the first with other settings, its rows have
-        `changes`, key -> "old -> new"; for a group that joins later that step is past."""
+        """Calls `save_config` after the next committed step. If that step is `resume_step`, the first with changed settings, its rows
+        get `changes`, key -> "old -> new"; a group that joins after it writes none."""
         self._changes, self._save_config = dict(changes), save_config
 
     def validation(self, step: int, sets: Mapping[str, Sequence[float]], *, seconds: float) -> None:

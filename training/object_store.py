@@ -4,7 +4,7 @@ Flow: checkpoint.py fetches the newest checkpoint when it loads, and offers each
 
     <checkpoint.folder>/<job.name>/step-40/__0_0.distcp.5d41402abc4b...    a file, under its name and digest
     <checkpoint.folder>/<job.name>/step-40/manifest.json                   put last, unless there is one: now the checkpoint exists
-    <checkpoint.folder>/<job.name>/files/metrics.jsonl/000000004096.5d4... a segment: what the file has from this byte on
+    <checkpoint.folder>/<job.name>/files/metrics.jsonl/000000000004096.5d4... a segment: what the file has from there on
 
 A store has no rename. A file's name has its digest, so that a repeated upload sends only what is missing, and a checkpoint that replaces
 one of the same step leaves the files of the old one alone until its own manifest is there. Removal takes the manifest first."""
@@ -381,9 +381,8 @@ class Uploader:
         try:
             path, anew = files.step_folder(self._folder, step), step in self.replaceable
             manifest = files.read_manifest(path)
-            self.store.put_files(
-                self._folder.parent, self._beside
-            )  # first: a checkpoint's start finds the rows before it
+            # before the checkpoint: a run that resumes from it needs the rows of the steps up to it
+            self.store.put_files(self._folder.parent, self._beside)
             self.store.put(path, replaces=replaces, anew=anew)
         except (OSError, Damaged) as error:
             if lease.shared and isinstance(error, FileExistsError):

@@ -111,8 +111,8 @@ class BatchLoader(ABC):
 
 
 def make_batch(rows: np.ndarray, task: Task, document_starts: np.ndarray | None = None) -> Batch:
-    """Splits `rows` [B, T + 1] int64 into inputs and labels, shifted by one. For NO_TOKEN the input is 0, and the label IGNORED, as are
-    the first tokens of documents with `document_starts` [B, T + 1] int64."""
+    """Splits `rows` [B, T + 1] int64 into inputs and labels, shifted by one. NO_TOKEN gives input 0 and label IGNORED. With
+    `document_starts`, [B, T + 1] int64, a label that is the first token of a document is IGNORED, too."""
     inputs, labels = np.maximum(rows[:, :-1], 0), np.where(rows[:, 1:] == NO_TOKEN, IGNORED, rows[:, 1:])
     if document_starts is None:
         return Batch(torch.from_numpy(inputs), torch.from_numpy(labels), *task)
