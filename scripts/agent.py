@@ -272,8 +272,8 @@ def _spec(command: list[str], launch_settings: LaunchSettings, nproc: int, logs:
         endpoint, address, settings["is_host"] = "localhost:0", "localhost", True
     elif launch_settings.node_rank is not None:
         backend, settings["rank"] = "static", launch_settings.node_rank
-    # <run>/logs, or <run>/groups/<id>: the same on every node; differs from that of other runs and groups on the same host
-    run = "/".join(logs.parts[-3:])
+    # of <run>/logs, or <run>/groups/<id>; the same on every node, and another for other runs and groups on the same host
+    run = "-".join(logs.parts[-3::2]) if logs.parent.name == "groups" else logs.parent.name
     parameters = RendezvousParameters(
         backend, endpoint, run, launch_settings.nnodes, launch_settings.nnodes, address, **settings
     )

@@ -133,9 +133,8 @@ class _OrderedData(_Data, ABC):
 
     def __init__(self, config: TrainingConfig, further: Sequence[tuple[str, Store]]) -> None:
         super().__init__(config, further)
-        self._segments = list[
-            DataSegment
-        ]()  # empty, `segments` is [_own], until a state is loaded or `resume_at` begins one
+        # empty, `segments` is [_own], until a state is loaded or `resume_at` begins one
+        self._segments = list[DataSegment]()
         self._is_old = False  # True: the loaded state is of a version without segments
         self._order: SegmentedOrder | None = None
         self._loader: BatchLoader | None = None
