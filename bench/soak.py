@@ -104,9 +104,9 @@ def group_process(name: str, lighthouse: str, folder: Path, talk: Any) -> None:
         def held(self) -> dict[str, int]:
             """Counts the resources of the group's server, and the keys of its store."""
             mine = self.manager.membership
-            if not mine.server or not mine.rendezvous:
+            if not mine.server or not mine.rendezvous_store:
                 return {}
-            return {**_of(mine.server.pid), "store keys": mine.rendezvous.num_keys()}
+            return {**_of(mine.server.pid), "store keys": mine.rendezvous_store.num_keys()}
 
         def cut(self) -> int:
             """Breaks all connections to other groups, like a network failure. Returns how many."""
