@@ -118,6 +118,8 @@ def test_a_spike_is_not_applied_and_not_in_the_window(ranks, implementation: Any
     ):
         update = train(4, loss, scale)
         assert update.lr == 0 and update.spike.startswith(spike) and rule.in_a_row == in_a_row
+        of_mean = scale / 2.0 * sum(p.numel() for p in parameters) ** 0.5
+        assert update.grad_norm == pytest.approx(of_mean, nan_ok=True)
     assert torch.equal(torch.cat([p.full_tensor().flatten() for p in parameters]), state)
     for parameter, moment in zip(parameters, moments, strict=True):
         assert torch.equal(optimizer.state[parameter]["exp_avg"].full_tensor(), moment)
