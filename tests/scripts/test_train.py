@@ -109,11 +109,16 @@ def test_a_run_ends_says_so_and_goes_on_when_it_may(folder: Path):
     other = Job(folder, "--training.seed=1")
     assert other.end() == 2 and "training.seed" in other.text and "saved 0, now 1" in other.text
 
-    more = Job(folder, "--training.steps", "7", nproc=2)  # on two ranks, at the same place in the data
+    weights = "--checkpoint.last_save_model_only"
+    more = Job(folder, "--training.steps", "7", weights, nproc=2)  # on two ranks, at the same place in the data
     assert more.end() == 0, more.text
     assert "finished step 7 (resumed at 6): 128 tokens" in more.text
     assert list(rows(folder, "loss")) == [1, 2, 3, 4, 5, 6, 7]
     assert len(list((folder / "outputs" / "tiny" / "tb").iterdir())) == 2  # one folder, an event file of each start
+
+    again = Job(folder, "--training.steps", "7")
+    assert again.end() == 0 and "finished already: 7 of 7 steps" in again.text
+    assert "only the weights: with more training.steps the run continues from step 6" in again.text
 
 
 @pytest.mark.parametrize("nproc", [1, 2])
