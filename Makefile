@@ -96,7 +96,7 @@ drill:
 	@for seed in 1 2 3; do .venv/bin/python bench/drill.py bench/drill.toml --groups 4 --minutes 3 --seed $$seed || exit 1; done
 
 long:
-	@{ date -u '+%F'; ./scripts/run_tests.sh --long; } | tee docs/long_output.txt
+	@bash -o pipefail -c '{ date -u +%F; ./scripts/run_tests.sh --long; } | sed /^rootdir/d | tee docs/long_output.txt'
 
 e2e:
 	@PHAROS_E2E=all ./scripts/run_tests.sh tests/e2e
