@@ -39,10 +39,11 @@ def apply_fsdp(
         # experts are sharded over tp, nothing else is. torch's stage (2.11 to 2.13) reduces the gradients of units made as its root is,
         # by `replicate` or by fully_shard, so all have to be made by fully_shard
         dense = data_parallel_mesh(mesh, hsdp=True)
-    fixed = {"always": True, "never": False}.get(config.fsdp_reshard_after_forward)
-    reshard = dense.size(dense.ndim - 1) > 1 and mesh[PP].size() == 1 if fixed is None else fixed
+    choice = config.fsdp_reshard_after_forward
+    always, by_shards = choice == "always", choice == "default" and mesh[PP].size() == 1
+    reshard = always or (by_shards and dense.size(dense.ndim - 1) > 1)
     # experts may be sharded where nothing else is, as over tp
-    reshard_experts = reshard or (fixed is None and sparse.size(sparse.ndim - 1) > 1 and mesh[PP].size() == 1)
+    reshard_experts = reshard or (by_shards and sparse.size(sparse.ndim - 1) > 1)
 
     def wrap(
         modules: Sequence[nn.Module],
@@ -92,7 +93,7 @@ def apply_fsdp(
     groups = list(fsdp_param_groups(part, config.fsdp_blocks_per_group))
     for group in groups:
         is_last = part.output is not None and part.output in group  # needed again as soon as the backward starts
-        wrap(group, reshard=reshard and (not is_last or config.fsdp_reshard_after_forward == "always"))
+        wrap(group, reshard=reshard and (not is_last or always))
     wrap([part], reshard=reshard)
     # Number of groups gathered ahead of the one that computes. 0 is torch's default: in the forward as far as the CPU runs ahead of the
     # device, in the backward one group.
