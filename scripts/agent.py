@@ -13,6 +13,7 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
 from contextlib import closing, suppress
 from pathlib import Path
 from typing import IO, Any, cast
@@ -130,7 +131,7 @@ class LocalRanks(Signals):
     """The processes of this node's ranks. Forwards the first SIGTERM or SIGINT to them as SIGTERM; kills them on a second one or after
     `grace_s`. Forwards SIGUSR1. Signals are handled in a thread (see Signals), so also while the agent waits in C code."""
 
-    def __init__(self, grace_s: float) -> None:
+    def __init__(self, grace_s: float, exit_now: Callable[[int], Any] = os._exit) -> None:
         self.stopping = False
         self.killed = False
         self.change = threading.Lock()  # of `pids`
@@ -138,14 +139,14 @@ class LocalRanks(Signals):
         self.first_failed: set[int] = set()  # global ranks
         self._grace_s = grace_s
         self._timers: list[threading.Timer] = []
-        super().__init__(log=Log())
+        super().__init__(log=Log(), exit_now=exit_now)
 
     def handle(self, number: int) -> None:
         with self.change:
             if number == signal.SIGUSR1:
                 self._send(signal.SIGUSR1)
             elif not self.pids:
-                self._exit(
+                self._fail(
                     f"stopped {'while the ranks were restarted' if self.all_pids else 'before any rank was started'}"
                 )
             elif not self.stopping:
@@ -172,7 +173,7 @@ class LocalRanks(Signals):
         say(f"{why}: killing the ranks")
         self.killed = True
         self._end_groups()
-        self._after(10.0, lambda: self._exit("the ranks were killed, but torch's agent did not return"))
+        self._after(10.0, lambda: self._fail("the ranks were killed, but torch's agent did not return"))
 
     def _end_groups(self) -> None:
         for pid in self.all_pids:
@@ -185,10 +186,9 @@ class LocalRanks(Signals):
         timer.start()
         self._timers.append(timer)
 
-    @staticmethod
-    def _exit(why: str) -> None:
+    def _fail(self, why: str) -> None:
         say(why)
-        os._exit(1)  # the main thread may wait in C code for other nodes
+        self._exit_now(1)  # the main thread may wait in C code for other nodes
 
 
 class Output(LogsSpecs):
@@ -264,6 +264,11 @@ class Output(LogsSpecs):
                 sys.stdout.buffer.flush()
 
 
+def rendezvous_id(logs: Path) -> str:
+    """Names a rendezvous after <run>/logs or <run>/groups/<id>: the same on every node, and another for other runs and groups of a host."""
+    return "-".join(logs.parts[-3::2]) if logs.parent.name == "groups" else logs.parent.name
+
+
 def _spec(command: list[str], launch_settings: LaunchSettings, nproc: int, logs: Path) -> WorkerSpec:
     """Returns the command of the ranks and the rendezvous: static if NODE_RANK is set, else c10d with node ranks in order of arrival."""
     settings: dict[str, Any] = {"timeout": RENDEZVOUS_TIMEOUT_S, "join_timeout": RENDEZVOUS_TIMEOUT_S}
@@ -272,10 +277,8 @@ def _spec(command: list[str], launch_settings: LaunchSettings, nproc: int, logs:
         endpoint, address, settings["is_host"] = "localhost:0", "localhost", True
     elif launch_settings.node_rank is not None:
         backend, settings["rank"] = "static", launch_settings.node_rank
-    # of <run>/logs, or <run>/groups/<id>; the same on every node, and another for other runs and groups on the same host
-    run = "-".join(logs.parts[-3::2]) if logs.parent.name == "groups" else logs.parent.name
     parameters = RendezvousParameters(
-        backend, endpoint, run, launch_settings.nnodes, launch_settings.nnodes, address, **settings
+        backend, endpoint, rendezvous_id(logs), launch_settings.nnodes, launch_settings.nnodes, address, **settings
     )
     host, _, port = endpoint.rpartition(":")
     return WorkerSpec(

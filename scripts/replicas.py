@@ -210,9 +210,8 @@ def main(argv: list[str]) -> int:
         say(str(error))
         return 2
     with closing(lock):
-        env = environment(config.run_folder, number)
-        ranks = len(devices[0]) or LaunchSettings.read(os.environ).nproc or 1  # of a group
-        env.setdefault("OMP_NUM_THREADS", threads_per_rank(number * ranks))
+        ranks = len(devices[0]) or LaunchSettings.read(os.environ).nproc or 1
+        env = environment(config.run_folder, number, ranks)
         lighthouse = LighthouseSupervisor(config, env, opens=OPEN in argv)
         env["TORCHFT_LIGHTHOUSE"], folder = lighthouse.address, config.run_folder / "groups"
         groups = [
@@ -313,15 +312,17 @@ def prepare(argv: list[str], groups: int, *, nodes: int = 1, ranks: int | None =
     return config, launch_settings.max_restarts if "MAX_RESTARTS" in os.environ else 100, launch_settings.grace_s
 
 
-def environment(run_folder: Path, groups: int) -> dict[str, str]:
+def environment(run_folder: Path, groups: int, ranks: int | None = None) -> dict[str, str]:
     """Returns the environment of a job's lighthouse and groups. MAX_RESTARTS=0: a group is restarted as a whole. The token (PHAROS_TOKEN
-    or random) is in a file that only this user may read, never on a command line, which all users see."""
+    or random) is in a file that only this user may read, never on a command line, which all users see. `ranks`: of each group, where all
+    groups share this machine's cores."""
     token = (run_folder / "groups").resolve() / "token"
     token.unlink(missing_ok=True)
     with os.fdopen(os.open(token, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
         file.write((os.environ.get("PHAROS_TOKEN") or secrets.token_urlsafe(24)) + "\n")
     own = {"NUM_REPLICA_GROUPS": str(groups), "PHAROS_TOKEN_FILE": str(token), "MAX_RESTARTS": "0"}
-    return {name: value for name, value in os.environ.items() if name != "PHAROS_TOKEN"} | own
+    threads = {"OMP_NUM_THREADS": threads_per_rank(groups * ranks)} if ranks else {}
+    return threads | {name: value for name, value in os.environ.items() if name != "PHAROS_TOKEN"} | own
 
 
 def start_lighthouse(

@@ -70,7 +70,7 @@ class ObjectStore:
         self.url = url
 
     @functools.cached_property
-    def _place(self) -> tuple[Any, str]:
+    def place(self) -> tuple[Any, str]:
         """The file system and the path in it. Made by the first rank that needs it: the import of a driver takes a second."""
         from fsspec.core import url_to_fs
 
@@ -80,7 +80,7 @@ class ObjectStore:
     def objects(self) -> dict[int, dict[str, int]]:
         """Returns the bytes of each object of each step: {40: {"manifest.json": 912, ...}}, with and without a manifest."""
         with _os_errors(self.url):
-            file_system, root = self._place
+            file_system, root = self.place
             found: dict[int, dict[str, int]] = {}
             for path, entry in file_system.find(root, detail=True).items():
                 if match := _OBJECT.fullmatch(path[len(root) + 1 :]):
@@ -159,7 +159,7 @@ class ObjectStore:
     def segments(self) -> dict[str, list[tuple[int, int, str]]]:
         """Returns first byte, bytes and object of each segment of each file that was put, in order: {"metrics.jsonl": [...]}."""
         with _os_errors(self.url):
-            file_system, root = self._place
+            file_system, root = self.place
             found: dict[str, list[tuple[int, int, str]]] = {}
             for path, entry in sorted(file_system.find(f"{root}/{FILES}", detail=True).items()):
                 key = path[len(root) + 1 :]
@@ -209,7 +209,7 @@ class ObjectStore:
     def unfinished(self) -> list[tuple[int, str, str, str]]:
         """Returns step, bucket, key and ID of each unfinished multipart upload: it takes space in S3, and is in no listing."""
         with _os_errors(self.url):
-            file_system, root = self._place
+            file_system, root = self.place
             if not hasattr(file_system, "call_s3"):
                 return []
             bucket, prefix, _ = file_system.split_path(f"{root}/step-")
@@ -223,7 +223,7 @@ class ObjectStore:
         for step, *upload in self.unfinished():
             if step <= until:
                 with _os_errors(self.url):
-                    self._place[0].abort_mpu(*upload)
+                    self.place[0].abort_mpu(*upload)
         for step, objects in self.objects().items():
             if step > until:
                 continue
@@ -239,7 +239,7 @@ class ObjectStore:
     def _call(self, method: str, name: str, *arguments: Any, source: str = "", **options: Any) -> Any:
         """Calls a method of the file system for an object. `source`: a first argument, before the object's path."""
         with _os_errors(self.url):
-            file_system, root = self._place
+            file_system, root = self.place
             first = (source, f"{root}/{name}") if source else (f"{root}/{name}",)
             return getattr(file_system, method)(*first, *arguments, **options)
 

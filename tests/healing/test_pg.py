@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed import TCPStore
 
 from ft.healing.format import CHUNK_BYTES
 from ft.healing.pg_transport import PgTransport
@@ -180,7 +181,9 @@ def test_requests_of_an_older_quorum_are_swept():
     group, joiner = large(1, chunks=2), large(2, chunks=2)
     source, transport = pair(group)
     heal(source, transport, joiner)
-    quorums = lambda: {key.split("/")[1] for key in source._store.list_keys() if key.startswith("heal/")}  # noqa: E731
+    host, _, port = source.address.partition(":")
+    store = TCPStore(host, int(port), is_master=False)
+    quorums = lambda: {key.split("/")[1] for key in store.list_keys() if "heal/" in key}  # noqa: E731
     assert quorums() == {"3"}
     source.offer(group.view(), quorum_id=4, step=7, joiners=["j"])
     heal(source, transport, joiner, quorum_id=4)

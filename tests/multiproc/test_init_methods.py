@@ -8,11 +8,13 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch.distributed as dist
 
 from parallelisms.distributed import CommConfig, launch_store, open_store, parse_init_method, why_unusable
+from tests.unit.fakes import set_cuda
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -105,14 +107,17 @@ def test_an_environment_without_an_address_is_told():
 
 
 def test_backends_that_cannot_be_used_are_told(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("torch.distributed.is_nccl_available", lambda: True)
-    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    def is_built_with(backend: str, built: bool) -> None:
+        monkeypatch.setattr(f"torch.distributed.is_{backend}_available", lambda: built)
+
+    is_built_with("nccl", True)
+    set_cuda(monkeypatch, SimpleNamespace(is_available=lambda: False))
     assert why_unusable("nccl") == "it needs a CUDA device, and there is none here"
-    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    set_cuda(monkeypatch, SimpleNamespace(is_available=lambda: True))
     assert why_unusable("nccl") == why_unusable("gloo") == ""
     CommConfig(backend="gloo").check()
     for backend in ("nccl", "mpi"):
-        monkeypatch.setattr(f"torch.distributed.is_{backend}_available", lambda: False)
+        is_built_with(backend, False)
     cause = why_unusable("mpi")
     assert cause.startswith("this torch (") and cause.endswith(") was built without it")
     with pytest.raises(ValueError) as told:

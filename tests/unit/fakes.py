@@ -1,6 +1,15 @@
-"""A clock that the test moves, and a log that keeps its lines."""
+"""A clock that the test moves, a log that keeps its lines; other packages, another CUDA and other models than those of this machine."""
 
+import sys
 from dataclasses import dataclass
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+import models
 
 
 @dataclass
@@ -24,3 +33,21 @@ class Lines:
 
     def overwrite(self, text: str) -> None:
         self.overwritten.append(text)
+
+
+def set_package(monkeypatch: pytest.MonkeyPatch, name: str, content: dict[str, Any] | None) -> None:
+    """Puts a module with `content` in the place of a package; None: it is not installed."""
+    module = SimpleNamespace(**content, __spec__=ModuleSpec(name, None)) if content is not None else None
+    monkeypatch.setitem(sys.modules, name, module)
+
+
+def set_cuda(monkeypatch: pytest.MonkeyPatch, cuda: Any) -> None:
+    """Puts `cuda` in the place of torch.cuda: there is no other way to have a GPU."""
+    monkeypatch.setattr("torch.cuda", cuda)
+
+
+def add_models(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    """Adds the models of `folder`, as files of a fork in models/. Those of the test before are forgotten."""
+    monkeypatch.setattr(models, "__path__", [*models.__path__, str(folder)])
+    for file in folder.glob("*.py"):
+        monkeypatch.delitem(sys.modules, f"models.{file.stem}", raising=False)

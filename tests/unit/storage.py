@@ -37,7 +37,8 @@ class Disk:
         self._open, self._write, self._io_open = os.open, os.write, open
         monkeypatch.setattr(os, "open", self._opens)
         monkeypatch.setattr(os, "write", self._writes)
-        monkeypatch.setattr("training.appended.replace_file", self._replaces(monkeypatch))
+        self._replace = Path.replace
+        monkeypatch.setattr(Path, "replace", lambda path, target: self._replaces(path, target))
 
     @contextmanager
     def full(self, room: int = 0) -> Iterator[None]:
@@ -69,15 +70,7 @@ class Disk:
             return self._write(fd, bytes(data)[:size])
         return self._write(fd, data)
 
-    def _replaces(self, monkeypatch: pytest.MonkeyPatch) -> Any:
-        from training import appended, writer_lease
-
-        real = appended.replace_file
-
-        def replace(path: Path, content: bytes) -> None:
-            if self.refuses:
-                self._fail(str(path))
-            real(path, content)
-
-        monkeypatch.setattr(writer_lease, "replace_file", replace)
-        return replace
+    def _replaces(self, path: Path, target: Path) -> Path:
+        if self.refuses and str(target).startswith(self._folder):
+            self._fail(str(target))
+        return self._replace(path, target)

@@ -68,7 +68,7 @@ def test_another_machine_goes_on_from_the_store(tmp_path: Path, async_mode: str)
 
 def test_damage_in_the_store_costs_one_checkpoint(tmp_path: Path):
     job = saved(tmp_path / "1", 2, 4)
-    file_system, root = STORE._place
+    file_system, root = STORE.place
     name = next(name for name in STORE.objects()[4] if ".distcp" in name)
     content = file_system.cat_file(f"{root}/step-4/{name}")
     file_system.pipe_file(f"{root}/step-4/{name}", content[:-1] + bytes([content[-1] ^ 1]))
@@ -100,7 +100,7 @@ def test_an_earlier_step_is_trained_again(tmp_path: Path):
 
 def test_a_launch_puts_what_a_killed_one_could_not(tmp_path: Path):
     saved(tmp_path / "1", 2, 4)
-    file_system, root = STORE._place
+    file_system, root = STORE.place
     file_system.rm_file(f"{root}/step-4/{MANIFEST}")
     job = start(tmp_path / "1")
     assert job.checkpointer.load() == 4
@@ -215,7 +215,7 @@ def test_the_last_step_is_put_until_sigterm(tmp_path: Path, monkeypatch: pytest.
 
 def test_damage_everywhere_is_no_new_run(tmp_path: Path):
     saved(tmp_path / "1", 2).checkpointer.close()
-    file_system, root = STORE._place
+    file_system, root = STORE.place
     for name in STORE.objects()[2]:
         file_system.pipe_file(f"{root}/step-2/{name}", b"damaged")
     with pytest.raises(CheckpointFailed, match=r"^checkpoint: no checkpoint in memory://checkpoints/run is intact"):

@@ -8,15 +8,16 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-import models
 from configs.check import check, check_offloaded_gradients
 from configs.errors import ConfigError
 from configs.load import load
 from configs.schema import RunConfig
 from parallelisms.float8 import Float8Config
+from tests.unit.fakes import add_models, set_cuda, set_package
 
 TOML = """\
 [training]
@@ -59,9 +60,14 @@ def test_a_good_config_has_no_complaints_and_leaves_nothing(folder: Path) -> Non
     assert [file.name for file in folder.iterdir()] == ["run.toml"]
 
 
+def may_not_write(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    """Root may write everything."""
+    monkeypatch.setattr("configs.check.os.access", lambda path, mode: path != folder)
+
+
 def test_a_folder_that_cannot_be_written(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("configs.check.os.access", lambda path, mode: False)  # root may write everything
     (folder / "outputs").mkdir()
+    may_not_write(monkeypatch, Path("outputs"))
     assert complaints(folder) == [
         '--job.dump_folder = "outputs": this user may not write outputs; nearest: a folder that it may write'
     ]
@@ -76,7 +82,7 @@ def test_a_folder_of_checkpoints_that_is_a_file_or_cannot_be_written(
     for given, file in ((folder / "a" / "file", folder / "a" / "file"), ("../../a/file", Path("a/file"))):
         expected = f'--checkpoint.folder = "{given}": {file} is a file, not a folder'
         assert complaints(folder, f"--checkpoint.folder={given}") == [expected]
-    monkeypatch.setattr("configs.check.os.access", lambda path, mode: path != folder / "b")
+    may_not_write(monkeypatch, folder / "b")
     assert complaints(folder, f"--checkpoint.folder={folder}/b/c") == [
         f'--checkpoint.folder = "{folder}/b/c": this user may not write {folder}/b; nearest: a folder that it may write'
     ]
@@ -120,8 +126,7 @@ def test_a_model_without_a_part_of_the_contract(folder: Path, change: str, monke
     text = MODEL.format(change="" if is_method else change, method=change if is_method else "")
     (folder / "models").mkdir()
     (folder / "models" / "fork.py").write_text(text)
-    monkeypatch.setattr(models, "__path__", [*models.__path__, str(folder / "models")])
-    monkeypatch.delitem(sys.modules, "models.fork", raising=False)
+    add_models(monkeypatch, folder / "models")
     expected = [f'--model.name = "fork": {OTHER_MODELS[change]}'] if OTHER_MODELS[change] else []
     assert complaints(folder, "--model.name=fork") == expected
     if "labels=None" in change:  # only context parallelism gives positions
@@ -133,8 +138,7 @@ def test_a_model_without_a_part_of_the_contract(folder: Path, change: str, monke
 def test_a_pipeline_divides_no_other_module(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (folder / "models").mkdir()
     (folder / "models" / "fork.py").write_text(MODEL.format(change="self.gain = nn.Parameter(empty(3))", method=""))
-    monkeypatch.setattr(models, "__path__", [*models.__path__, str(folder / "models")])
-    monkeypatch.delitem(sys.modules, "models.fork", raising=False)
+    add_models(monkeypatch, folder / "models")
     assert complaints(folder, "--model.name=fork") == []
     assert complaints(folder, "--model.name=fork", "--parallelism.pipeline_parallel_degree=2", world_size=2) == [
         "--parallelism.pipeline_parallel_degree = 2: gain would be in every stage, and trained in one: a pipeline divides layers, tok_embeddings, norm and output (models/contract.py); nearest: 1"
@@ -199,10 +203,11 @@ def test_what_contradicts_itself(folder: Path, case: str) -> None:
     ("capability", "has"), [((0, 0), "there is none here"), ((8, 0), "its compute capability is 8.0"), ((9, 0), "")]
 )
 def test_float8_needs_its_hardware(capability: tuple[int, int], has: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("parallelisms.float8.cuda_capability", lambda: capability)
+    cuda = SimpleNamespace(is_available=lambda: capability > (0, 0), get_device_capability=lambda *_: capability)
+    set_cuda(monkeypatch, cuda)
 
-    def found(config: Float8Config, package: str | None = "torchao") -> str:
-        monkeypatch.setattr("parallelisms.float8.find_spec", lambda name: package)
+    def found(config: Float8Config, is_installed: bool = True) -> str:
+        set_package(monkeypatch, "torchao", {} if is_installed else None)
         try:
             config.check()
         except ValueError as error:
@@ -213,7 +218,7 @@ def test_float8_needs_its_hardware(capability: tuple[int, int], has: str, monkey
     assert found(Float8Config(enable=True)) == (f"{cause} {has}; set it to false" if has else "")
     assert found(Float8Config(enable=True, emulate=True)) == ""
     cause = "float8.enable = true: needs the package torchao, which is not installed: "
-    assert found(Float8Config(enable=True, emulate=True), None).startswith(cause)
+    assert found(Float8Config(enable=True, emulate=True), is_installed=False).startswith(cause)
 
 
 def test_what_cuda_has_is_not_refused_on_it(folder: Path) -> None:

@@ -11,13 +11,13 @@ from typing import Annotated
 
 import pytest
 
-import models
 import models.llama
 from configs.errors import ConfigError
 from configs.help import COLUMNS, help_text
 from configs.keys import walk
 from configs.load import section_types
 from configs.schema import RunConfig
+from tests.unit.fakes import add_models
 from tools.config_docs import docs_markdown
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -68,7 +68,7 @@ build = llama.build
 """
     (tmp_path / "relu_n.py").write_text(fork)
     (tmp_path / "mine.toml").write_text('[model]\nname = "relu_n"\n')
-    monkeypatch.setattr(models, "__path__", [*models.__path__, str(tmp_path)])
+    add_models(monkeypatch, tmp_path)
     mine, key = str(tmp_path / "mine.toml"), "\n  power = 2 "
     assert key in help_text(mine, "--help", "model") and key not in help_text("model")
     assert key in help_text(llama, "--model.name", "relu_n", "--help", "model")

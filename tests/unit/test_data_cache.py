@@ -41,9 +41,8 @@ def no_reading(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(self: object, file: object) -> None:
         raise AssertionError("an input file was read")
 
-    for source in (TextSource, TokenSource):
-        monkeypatch.setattr(source, "chunks", refuse)
-    monkeypatch.setattr(TextSource, "documents", refuse)
+    for source, name in ((TextSource, "chunks"), (TokenSource, "chunks"), (TextSource, "documents")):
+        monkeypatch.setattr(source, name, refuse)
 
 
 def folders(cache: Path) -> list[str]:

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from tests.unit.data_corpus import files_config, write_jsonl
+from tests.unit.fakes import set_package
 from training.config import TrainingConfig
 from training.data.sources import LONG_TEXT_BYTES, PART_BYTES, TextSource, check_sources, find_source
 from training.metrics import MetricsConfig
@@ -216,7 +217,7 @@ def test_missing_package(
     for name in ("x.parquet", "x.json"):
         (tmp_path / name).write_text("any")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setitem(sys.modules, package, None)
+    set_package(monkeypatch, package, None)
     with pytest.raises(ValueError) as caught:
         check()
     assert str(caught.value) == (

@@ -13,13 +13,13 @@ import pytest
 import torch
 from torch import nn
 
-import models
 from configs.check import check_settings
 from configs.load import load
 from models import llama
 from parallelisms.execution import ExecutionConfig, Precision
 from parallelisms.mesh import ParallelismConfig
 from tests.multiproc.test_explain import explained
+from tests.unit.fakes import add_models
 from tools.explain.command import WIDTH, explain, job_of, main, requested_ranks
 from tools.explain.rank import DeviceType, ExplainedJob, MemoryTracker, Segment, join, ranks
 
@@ -211,8 +211,7 @@ def build(config, **sizes):
 """
     (tmp_path / "models").mkdir()
     (tmp_path / "models" / "fork.py").write_text(text.lstrip("\n"))
-    monkeypatch.setattr(models, "__path__", [*models.__path__, str(tmp_path / "models")])
-    monkeypatch.delitem(sys.modules, "models.fork", raising=False)
+    add_models(monkeypatch, tmp_path / "models")
     (tmp_path / "run.toml").write_text('[model]\nname = "fork"\nvocab_size = 300\n')
     assert main([str(tmp_path / "run.toml"), "--explain"]) == 2
     [line] = capsys.readouterr().err.splitlines()

@@ -1,14 +1,12 @@
 """metrics.jsonl and the charts over kills and resumes: every reader sees each step once."""
 
 import json
-import sys
-import types
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from training import appended
+from tests.unit.fakes import set_package
 from training.sinks import JsonlSink, Sinks, TensorBoardSink
 
 TAG = "loss_metrics/global_avg_loss"
@@ -103,7 +101,6 @@ def test_cutting_the_journal(tmp_path: Path, content: str, kept: str, is_locked:
 
 
 def test_who_had_the_journal_open_in_a_write_writes_to_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(appended, "LOCK_S", 0.05)
     before = Sinks(tmp_path)
     write(before, 1, 3)
     with before.locked():
@@ -159,7 +156,7 @@ def test_wandb_continues_its_run_after_a_resume(tmp_path: Path, monkeypatch: pyt
         calls.append(("init", kwargs))
         return FakeRun()
 
-    monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=init))
+    set_package(monkeypatch, "wandb", {"init": init})
     folder = tmp_path / "llama"
     for resumed_step in (None, 5, None):
         sinks = Sinks(folder, wandb=True, resumed_step=resumed_step, settings={"optimizer": {"lr": 1e-3}})

@@ -21,6 +21,7 @@ from ft.process_groups.errors import RendezvousFailed
 from ft.process_groups.forming import Engine, Rendezvous
 from ft.process_groups.nccl import CONSTRUCTOR_SETTINGS, ProcessGroupNCCL, form_nccl, process_settings
 from ft.process_groups.store import serve
+from tests.unit.fakes import set_cuda
 
 HEADER = Path(torch.__file__).parent / "include/torch/csrc/distributed/c10d/ProcessGroupNCCL.hpp"
 SEEN = (*CONSTRUCTOR_SETTINGS, "TORCH_NCCL_NONBLOCKING_TIMEOUT")
@@ -92,9 +93,8 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeNccl]:
 
     for name in SEEN:
         monkeypatch.setenv(name, "before")
-    # There is no other way to have a GPU.
     cuda = SimpleNamespace(set_device=set_device, Stream=lambda device: None, stream=lambda stream: OnHost())
-    monkeypatch.setattr(torch, "cuda", cuda)
+    set_cuda(monkeypatch, cuda)
     yield fake
     fake.peers.set()
 

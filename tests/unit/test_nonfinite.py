@@ -7,7 +7,6 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
 
-import pytest
 import torch
 from torch.distributed import HashStore
 
@@ -85,16 +84,18 @@ def test_a_norm_may_be_too_great_where_each_gradient_is_finite() -> None:
     assert str(error) == "step 5 not applied: the gradient norm is not finite"
 
 
-def test_a_group_that_steps_by_itself_keeps_such_a_gradient_until_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_group_that_steps_by_itself_keeps_such_a_gradient_until_it_is_named() -> None:
     weight, found = torch.nn.Parameter(torch.ones(2)), list[object]()
 
-    def one_step(run: Run, assignment: Any, batches: Any) -> LocalStep:
-        found.append(weight.grad)
-        weight.grad = torch.full((2,), math.nan)
-        return LocalStep([8.0], 3.5, True, assignment.step, [])
+    class Computed(Run):
+        def compute_step(self, assignment: Any, batches: Any) -> LocalStep:
+            found.append(weight.grad)
+            weight.grad = torch.full((2,), math.nan)
+            return LocalStep([8.0], 3.5, True, assignment.step, [])
 
-    monkeypatch.setattr(Run, "compute_step", one_step)
-    run: Any = object.__new__(SemiSyncRun)
+    class OverComputed(SemiSyncRun, Computed): ...
+
+    run: Any = object.__new__(OverComputed)
     run.optimizer = torch.optim.SGD([weight])
     run.optimizer_step = SimpleNamespace(step=lambda step, tokens: Update(math.nan, 0.0))
     run.progress, run.loader = MagicMock(), MagicMock()

@@ -12,7 +12,7 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
 from tests.s3_server import BUCKET, S3Server, use
-from tests.unit.fakes import Lines
+from tests.unit.fakes import Lines, set_package
 from training import checkpoint_files as files
 from training.checkpoint_files import CheckpointFailed, Damaged, Digest, FileRecord, Manifest
 from training.object_store import ObjectStore, Uploader, check_url, local_run, object_name
@@ -123,7 +123,7 @@ def test_a_second_writer_is_refused(store: ObjectStore, tmp_path: Path):
 
 def test_damage_is_found(store: ObjectStore, tmp_path: Path):
     manifest = store.put(checkpoint(tmp_path / "here", 4))
-    file_system, root = store._place
+    file_system, root = store.place
     for damage in (b"x" * manifest.files[0].size_bytes, b"short", None):
         path = f"{root}/step-4/{object_name(manifest.files[0])}"
         file_system.rm_file(path) if damage is None else file_system.pipe_file(path, damage)
@@ -216,7 +216,7 @@ def test_a_run_is_read_from_its_url(store: ObjectStore, tmp_path: Path):
     with local_run(store.url, -1) as run:
         assert (run / "config.toml").read_text() == "the settings" and files.list_steps(run / "checkpoint") == [4]
         # a damaged one is passed over, as on a disk
-        file_system, root = store._place
+        file_system, root = store.place
         file_system.pipe_file(f"{root}/step-4/manifest.json", b"")
     assert not run.exists()
     with local_run(store.url, -1) as run:
@@ -238,7 +238,7 @@ class Uploads:
         self, server: S3Server, folder: Path, monkeypatch: pytest.MonkeyPatch, retry_s: float = 1000.0
     ) -> None:
         use(server, monkeypatch)
-        self.now_s, self.told, self.log, self.folder = 0.0, list[str](), Lines(), folder
+        self.now_s, self.told, self.log, self.folder, self.stored = 0.0, list[str](), Lines(), folder, threading.Event()
         self.store = ObjectStore(f"s3://{BUCKET}/runs/a")
         self.uploader = Uploader(
             self.store,
@@ -246,10 +246,15 @@ class Uploads:
             2,
             lease=UncheckedLease(),
             log=self.log,
-            report=self.told.append,
+            report=self.report,
             clock=lambda: self.now_s,
             retry_s=retry_s,
         )
+
+    def report(self, text: str) -> None:
+        self.told.append(text)
+        if " is in " in text:
+            self.stored.set()
 
     def wait(self) -> None:
         """Waits until the store has the newest save, or refuses it."""
@@ -321,13 +326,11 @@ def test_a_slow_store_delays_no_save(server: S3Server, tmp_path: Path, monkeypat
 
 def test_a_failed_upload_is_retried_by_itself(server: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     uploads = Uploads(server, tmp_path, monkeypatch, retry_s=0.01)
-    stored = threading.Event()
-    uploads.uploader._report = lambda text: stored.set() if " is in " in text else None
     server.fault = "denied"
     uploads.save(2)
     assert server.met.wait(WAIT_S)
     server.fault = ""
-    assert stored.wait(WAIT_S) and uploads.store.steps() == [2]
+    assert uploads.stored.wait(WAIT_S) and uploads.store.steps() == [2]
     uploads.uploader.close()
 
 
@@ -339,6 +342,6 @@ def test_which_urls_are_legal(monkeypatch: pytest.MonkeyPatch):
         check_url("k", "s4://b/x")
     with pytest.raises(ValueError, match=r'^k = "s3://": must name a bucket; nearest: "s3://BUCKET/checkpoints"$'):
         check_url("k", "s3://")
-    monkeypatch.setattr("training.config.find_spec", lambda name: None)
+    set_package(monkeypatch, "gcsfs", None)
     with pytest.raises(ValueError, match=r'^k = "gs://b/x": needs the package gcsfs, .* -m pip install "\.\[gcs\]"$'):
         check_url("k", "gs://b/x")

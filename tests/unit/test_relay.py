@@ -16,7 +16,6 @@ import pytest
 from ft.protocol.step import Ledger
 from scripts.samples import prove, read
 from tests.unit.storage import AtOnce, Disk
-from training import appended
 from training import metrics_writer as relay
 from training.background_writer import BackgroundWriter
 from training.metrics_writer import ROWS_KEPT, MetricsWriter
@@ -114,7 +113,6 @@ def test_a_step_that_the_others_did_without_its_writer_is_taken_back(tmp_path: P
 
 def test_one_that_was_stopped_in_a_write_and_wakes_writes_to_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """It has looked whose the files are, and holds them."""
-    monkeypatch.setattr(appended, "LOCK_S", 0.05)
     a, b = two(tmp_path, 2)
     b.writes = True
     assert a.relay.sinks is not None

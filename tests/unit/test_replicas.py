@@ -11,13 +11,13 @@ import time
 from contextlib import closing
 from pathlib import Path
 from typing import Any, cast
-from unittest.mock import MagicMock
 
 import pytest
 
 from bench.drill_job import DevicePool
 from ft.config import FaultTolerance
-from scripts.agent import LocalRanks, _spec, run_ranks
+from scripts.agent import LocalRanks, rendezvous_id, run_ranks
+from scripts.launch import cores_here
 from scripts.plan import RESTARTS_WITHIN_S, LaunchSettings
 from scripts.replicas import (
     MAX_SHORT_RUNS,
@@ -171,34 +171,35 @@ def test_a_second_start_of_a_job_that_goes_on_takes_nothing_from_it(
 
 
 def test_the_cores_are_divided_among_the_ranks_of_all_groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "a.toml").write_text("[model]\ndim = 32\nn_heads = 2\nn_kv_heads = 2\n")
-    monkeypatch.setenv("NPROC", "2")
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    monkeypatch.setattr("scripts.launch.cores_here", lambda: 16)
-    started: Any = MagicMock(return_value=0)
-    for name in ("LighthouseSupervisor", "collect_signals"):
-        monkeypatch.setattr(f"scripts.replicas.{name}", MagicMock())
-    monkeypatch.setattr("scripts.replicas.run", started)
-    assert main(["a.toml", "--groups=2"]) == 0
-    assert [group.env["OMP_NUM_THREADS"] for group in started.call_args.args[0]] == ["4", "4"]
+    (tmp_path / "groups").mkdir()
+
+    def threads(groups: int, ranks: int | None) -> str:
+        return environment(tmp_path, groups, ranks).get("OMP_NUM_THREADS", "")
+
+    halves, quarters = (str(max(1, cores_here() // parts)) for parts in (2, 4))
+    assert [threads(1, 1), threads(2, 1), threads(1, 2), threads(2, 2)] == [str(cores_here()), halves, halves, quarters]
+    assert threads(2, None) == "", "groups on nodes of their own: launch.py sets it there"
+    monkeypatch.setenv("OMP_NUM_THREADS", "7")
+    assert threads(2, 1) == "7", "the user's"
 
 
-def test_the_rendezvous_of_each_run_and_group_has_a_name_of_its_own(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("scripts.agent.get_rendezvous_handler", lambda parameters: parameters)
+def test_the_rendezvous_of_each_run_and_group_has_a_name_of_its_own():
     folders = ("outputs/a/logs", "outputs/b/logs", "outputs/a/groups/0", "outputs/a/groups/1", "outputs/b/groups/0")
-    handlers = [_spec([], LaunchSettings.read({}), 1, Path(folder)).rdzv_handler for folder in folders]
-    assert len({cast(Any, handler).run_id for handler in handlers}) == len(folders)
+    assert len({rendezvous_id(Path(folder)) for folder in folders}) == len(folders)
 
 
-def test_a_stop_while_no_rank_runs_says_whether_there_were_any(monkeypatch: pytest.MonkeyPatch):
-    said = list[str]()
-    monkeypatch.setattr(LocalRanks, "_exit", staticmethod(said.append))
-    with closing(LocalRanks(120.0)) as ranks:
+def test_a_stop_while_no_rank_runs_says_whether_there_were_any(capsys: pytest.CaptureFixture[str]):
+    codes = list[int]()
+    with closing(LocalRanks(120.0, codes.append)) as ranks:
         ranks.handle(signal.SIGTERM)
         ranks.all_pids = {1 << 30}  # no such process
         ranks.handle(signal.SIGTERM)
-    assert said == ["stopped before any rank was started", "stopped while the ranks were restarted"]
+    assert codes == [1, 1]
+    assert [line.removeprefix("pharos: ") for line in capsys.readouterr().err.splitlines()] == [
+        "stopped before any rank was started",
+        "stopped while the ranks were restarted",
+    ]
 
 
 @pytest.mark.parametrize(
