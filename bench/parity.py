@@ -263,7 +263,7 @@ def _legal(task: Task, degrees: ParallelDims, options: tuple[Option, ...]) -> bo
     try:
         task.model.check_tensor_parallel(degrees.tp)
         for case in (_case(task, degrees, options, optimizer, 0) for optimizer in STEPS):
-            config, size = case.layout.parallelism, case.local_batch_size
+            config, size = case.execution.parallelism, case.local_batch_size
             model = _meta_model(task, case.vocab_size)
             check_experts(model, degrees, config)
             if degrees.tp > 1:
@@ -271,7 +271,7 @@ def _legal(task: Task, degrees: ParallelDims, options: tuple[Option, ...]) -> bo
             check_pipeline(
                 config, layers=list(model.layers), tied=model.tied, local_batch_size=size, compiled_blocks=False
             )
-            if degrees.pp > 1 and splits_backward(config) and case.layout.activation_checkpoint.mode != "none":
+            if degrees.pp > 1 and splits_backward(config) and case.execution.activation_checkpoint.mode != "none":
                 return False
     except ValueError:
         return False
@@ -315,7 +315,7 @@ def _case(
         config = replace(config, pipeline_parallel_schedule_csv=str(path))
     return ParityCase(
         title=", ".join([_title(degrees), *(option.title for option in options if option.title)]),
-        layout=ExecutionConfig(config, recomputation, loss_chunk_tokens=CHUNK_TOKENS if chunked else 0),
+        execution=ExecutionConfig(config, recomputation, loss_chunk_tokens=CHUNK_TOKENS if chunked else 0),
         world_size=degrees.world_size,
         optimizer=optimizer,
         microsteps=microsteps,
@@ -341,7 +341,7 @@ HEAD = {  # columns of a line, and their widths
 
 def row(verdict: ParityVerdict) -> tuple[str, ...]:
     """Returns the cells under HEAD."""
-    case, worst, chunk = verdict.case, verdict.worst, verdict.case.layout.loss_chunk_tokens
+    case, worst, chunk = verdict.case, verdict.worst, verdict.case.execution.loss_chunk_tokens
     loss, result = f"by {chunk} tokens" if chunk else "whole", "FAIL" if verdict.problems else "pass"
     documents = "masked" if case.document_mask else "-"
     settings = (case.title, case.optimizer, str(case.microsteps), str(case.vocab_size), loss, documents)

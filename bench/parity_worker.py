@@ -63,7 +63,7 @@ class ParityCase:
     """A layout, and the settings with which it computes the task."""
 
     title: str  # of the layout
-    layout: ExecutionConfig
+    execution: ExecutionConfig
     world_size: int
     optimizer: OptimizerName
     microsteps: int  # forward-backwards of a step: gradient accumulation
@@ -77,7 +77,7 @@ class ParityCase:
 
     @property
     def degrees(self) -> ParallelDims:
-        return degrees(self.layout.parallelism, self.world_size)
+        return degrees(self.execution.parallelism, self.world_size)
 
 
 @dataclass(frozen=True)
@@ -254,7 +254,9 @@ class Rank:
             model = build(task, case.vocab_size)
         mesh, device = build_mesh(case.degrees, "cpu"), torch.device("cpu")
         sizes = {"local_batch_size": case.local_batch_size, "seq_len": task.seq_len, "seed": task.seed}
-        self.parallel = parallelize(model, mesh, cross_entropy_sum, case.layout, **sizes, device=device)  # as train.py
+        self.parallel = parallelize(
+            model, mesh, cross_entropy_sum, case.execution, **sizes, device=device
+        )  # as train.py
         self.optimizer = _optimizer(task, case.optimizer, self.parallel.parts)
 
     def rerouted(self) -> list[str]:
@@ -273,7 +275,7 @@ class Rank:
         reshard_all(self.parallel.parts)
         for hook in hooks:
             hook.remove()
-        pieces = pieces_of_ranks(case.degrees.cp, case.layout.parallelism.context_parallel_load_balancer)
+        pieces = pieces_of_ranks(case.degrees.cp, case.execution.parallelism.context_parallel_load_balancer)
         tokens = (
             positions(pieces, self.task.seq_len)[at.cp_rank] if case.degrees.cp > 1 else torch.arange(self.task.seq_len)
         )

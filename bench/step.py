@@ -151,7 +151,7 @@ def pharos(sizes: dict[str, int], setting: str, device: torch.device, cleanup: E
 
     cleanup.enter_context(process_group(CommConfig()))
     flags, backend = _flags(setting), _backend(setting)
-    layout = ExecutionConfig(
+    execution = ExecutionConfig(
         ParallelismConfig(),
         ActivationCheckpointConfig("selective" if "checkpoint" in flags else "none", "op"),
         CompileConfig(enable=bool(backend), backend=backend or "inductor"),
@@ -159,12 +159,12 @@ def pharos(sizes: dict[str, int], setting: str, device: torch.device, cleanup: E
         precision=Precision(*(torch.bfloat16 if flag in flags else torch.float32 for flag in ("weights", "bf16"))),
         loss_chunk_tokens=int(flags.get("chunked", 0)),
     )
-    mesh = build_mesh(degrees(layout.parallelism, 1), device.type)
+    mesh = build_mesh(degrees(execution.parallelism, 1), device.type)
     batch = {"local_batch_size": sizes["batch"], "seq_len": sizes["seq"]}
     with patch("models.llama.normal_", draw_on_device):
-        parallel = parallelize(our_model(sizes), mesh, cross_entropy_sum, layout, **batch, device=device, seed=0)
+        parallel = parallelize(our_model(sizes), mesh, cross_entropy_sum, execution, **batch, device=device, seed=0)
     settings = OptimizerConfig("Muon" if "muon" in flags else "AdamW", lr=3e-4)
-    optimizer = build_optimizer(settings, parallel.parts, compute=layout.precision.compute)
+    optimizer = build_optimizer(settings, parallel.parts, compute=execution.precision.compute)
     parameters = list(parallel.parts[0].parameters())
     schedule = LRSchedulerConfig(warmup_steps=0, decay_ratio=0.0)
     optimizer_step = OptimizerStep(optimizer, parameters, settings, schedule, TrainingConfig(), Progress())

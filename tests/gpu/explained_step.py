@@ -32,13 +32,15 @@ def main(argv: Sequence[str]) -> int:
     checkpoint = ActivationCheckpointConfig(cast(Any, argv[0]))
     kind = "cuda" if torch.cuda.is_available() else "cpu"
     sizes, vocab_size, batch, seq_len = SIZES[kind]
-    layout = ExecutionConfig(activation_checkpoint=checkpoint, precision=Precision(compute=torch.bfloat16))
-    job = explained(sizes, layout, 1, vocab_size=vocab_size, seq_len=seq_len, batch=batch, device_type=cast(Any, kind))
+    execution = ExecutionConfig(activation_checkpoint=checkpoint, precision=Precision(compute=torch.bfloat16))
+    job = explained(
+        sizes, execution, 1, vocab_size=vocab_size, seq_len=seq_len, batch=batch, device_type=cast(Any, kind)
+    )
     [said] = ranks(job)
     with process_group(CommConfig()) as world:
         device = world.device.torch_device
         mesh, shapes = build_mesh(job.degrees, kind), {"local_batch_size": batch, "seq_len": seq_len}
-        parallel = parallelize(job.model(), mesh, cross_entropy_sum, layout, **shapes, device=device, seed=0)
+        parallel = parallelize(job.model(), mesh, cross_entropy_sum, execution, **shapes, device=device, seed=0)
         optimizer = job.optimizer(parallel.parts)
         tokens = torch.randint(0, vocab_size, (batch, seq_len), device=device)
         for _ in range(3):  # the optimizer's state comes with the first

@@ -51,7 +51,7 @@ def job(layout: str, checkpoint: str, chunk_tokens: int, passes: int) -> Explain
 
 def explained(
     sizes: llama.Config,
-    layout: ExecutionConfig,
+    execution: ExecutionConfig,
     world_size: int,
     *,
     vocab_size: int,
@@ -64,8 +64,8 @@ def explained(
         title="a.toml",
         build=lambda: llama.build(sizes, vocab_size=vocab_size, max_seq_len=seq_len),
         optimizer=lambda parts: build_optimizer(OptimizerConfig(), parts),
-        layout=layout,
-        degrees=degrees(layout.parallelism, world_size),
+        execution=execution,
+        degrees=degrees(execution.parallelism, world_size),
         device_type=device_type,
         local_batch_size=batch,
         passes=passes,
@@ -79,7 +79,7 @@ def real_steps(layout: str, checkpoint: str, chunk_tokens: int, passes: int) -> 
     mesh = build_mesh(wanted.degrees, "cpu")
     cpu = torch.device("cpu")  # not by the job's own method: what it is told is to be compared
     parallel = parallelize(
-        wanted.model(), mesh, cross_entropy_sum, wanted.layout, local_batch_size=BATCH, seq_len=T, device=cpu, seed=0
+        wanted.model(), mesh, cross_entropy_sum, wanted.execution, local_batch_size=BATCH, seq_len=T, device=cpu, seed=0
     )
     tokens = torch.randint(0, V, (BATCH, T), generator=torch.Generator().manual_seed(dist.get_rank()))
     return by_axis(measure(parallel, wanted.optimizer, [(tokens, tokens)] * passes), mesh, parallel.parts)

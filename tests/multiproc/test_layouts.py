@@ -59,7 +59,7 @@ def plain_loss(logits: Tensor, labels: Tensor) -> Tensor:
 def parallelized(case: Case) -> Parallelized:
     with torch.device("meta"):
         model = llama.build(case.sizes, vocab_size=case.vocab, max_seq_len=T)
-    layout = ExecutionConfig(
+    execution = ExecutionConfig(
         case.parallelism,
         case.checkpointing,
         CompileConfig(bool(case.compile), case.compile, backend="aot_eager"),
@@ -67,15 +67,15 @@ def parallelized(case: Case) -> Parallelized:
         loss_chunk_tokens=case.chunk_tokens,
     )
     loss = {"ours": cross_entropy_sum, "plain": plain_loss}[case.loss]
-    return on_cpu(model, layout, loss, batch=BATCH, seq_len=T)
+    return on_cpu(model, execution, loss, batch=BATCH, seq_len=T)
 
 
 def on_cpu(
-    model: Any, layout: ExecutionConfig, loss: Any = cross_entropy_sum, *, seed: int = 0, batch: int, seq_len: int
+    model: Any, execution: ExecutionConfig, loss: Any = cross_entropy_sum, *, seed: int = 0, batch: int, seq_len: int
 ) -> Parallelized:
     """The model on all ranks there are; `batch`: of a data-parallel rank."""
-    mesh, cpu = build_mesh(degrees(layout.parallelism, dist.get_world_size()), "cpu"), torch.device("cpu")
-    return parallelize(model, mesh, loss, layout, local_batch_size=batch, seq_len=seq_len, device=cpu, seed=seed)
+    mesh, cpu = build_mesh(degrees(execution.parallelism, dist.get_world_size()), "cpu"), torch.device("cpu")
+    return parallelize(model, mesh, loss, execution, local_batch_size=batch, seq_len=seq_len, device=cpu, seed=seed)
 
 
 def step(case: Case) -> dict[str, Any]:

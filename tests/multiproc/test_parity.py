@@ -160,9 +160,11 @@ def test_the_two_cases_of_a_layout_differ_in_everything(tmp_path: Path):
         assert (one.optimizer, other.optimizer) == ("SGD", "AdamW")
         assert {one.microsteps, other.microsteps} == {1, 2}
         assert {one.vocab_size, other.vocab_size} == set(VOCABULARIES)
-        assert (one.layout.loss_chunk_tokens == 0) != (other.layout.loss_chunk_tokens == 0)
+        assert (one.execution.loss_chunk_tokens == 0) != (other.execution.loss_chunk_tokens == 0)
         assert (one.document_mask != other.document_mask) or (one.document_mask and "ring" in one.title)
-    choices = {(case.microsteps, case.vocab_size, case.layout.loss_chunk_tokens, case.document_mask) for case in first}
+    choices = {
+        (case.microsteps, case.vocab_size, case.execution.loss_chunk_tokens, case.document_mask) for case in first
+    }
     assert len(choices) == 16
 
 
@@ -189,7 +191,7 @@ def test_bad_input(capsys: pytest.CaptureFixture[str], words: list[str], said: s
 
 def test_a_case_that_raises_fails_and_says_why_once(proof: parity.Proof):
     chosen = case(proof.task, "fsdp 2", "SGD")
-    verdict = proof.verdict(replace(chosen, layout=replace(chosen.layout, loss_chunk_tokens="eleven")))
+    verdict = proof.verdict(replace(chosen, execution=replace(chosen.execution, loss_chunk_tokens="eleven")))
     assert verdict.worst.share > 1
     assert len(verdict.problems) == 1
     assert "TypeError" in verdict.problems[0]

@@ -77,8 +77,8 @@ def difference(setting: Setting, dtype: torch.dtype) -> dict[str, Any]:
     checkpointing = ActivationCheckpointConfig(mode=setting.pop("activation_checkpoint", "none"))
     config = ParallelismConfig(**setting)
     where = degrees(config, dist.get_world_size())
-    layout = ExecutionConfig(config, activation_checkpoint=checkpointing, precision=Precision(compute=dtype))
-    parallel = on_cpu(build(), layout, batch=BATCH, seq_len=T)
+    execution = ExecutionConfig(config, activation_checkpoint=checkpointing, precision=Precision(compute=dtype))
+    parallel = on_cpu(build(), execution, batch=BATCH, seq_len=T)
     coordinate, n_sequences = where.coordinate(dist.get_rank()), BATCH * where.data_parallel
     rows = slice(coordinate.dp_rank * BATCH, (coordinate.dp_rank + 1) * BATCH)
     loss, looks = torch.zeros(()), []

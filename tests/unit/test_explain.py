@@ -31,8 +31,8 @@ UNEVEN = ("tok_embeddings layers.0", "layers.1 layers.2 layers.3 norm output")
 
 def job(world_size: int, *, batch: int = 4, device_type: DeviceType = "cuda", **parallelism: object) -> ExplainedJob:
     config = ParallelismConfig(**parallelism)  # type: ignore[arg-type]
-    layout = ExecutionConfig(config, precision=Precision(compute=torch.bfloat16))
-    return explained(SIZES, layout, world_size, vocab_size=V, seq_len=T, batch=batch, device_type=device_type)
+    execution = ExecutionConfig(config, precision=Precision(compute=torch.bfloat16))
+    return explained(SIZES, execution, world_size, vocab_size=V, seq_len=T, batch=batch, device_type=device_type)
 
 
 # The ruler
@@ -142,7 +142,7 @@ def test_order_of_issue_under_prefetch():
         (job(2, batch=2, pipeline_parallel_degree=2, pipeline_parallel_schedule="LoopedBFS"), "2 microbatches for 4 stages"),
         (job(2, pipeline_parallel_degree=2, module_fqns_per_model_part=UNEVEN), "stages have 2 to 5 modules"),
         (job(4), "unevenly sharded, so the last ranks have less: tok_embeddings.weight (70), output.weight (70)"),
-        (replace(job(1), layout=ExecutionConfig()), "float32 reaches a small part"),
+        (replace(job(1), execution=ExecutionConfig()), "float32 reaches a small part"),
     ],
 )  # fmt: skip
 def test_warnings(wanted: ExplainedJob, warning: str):
@@ -249,7 +249,7 @@ def test_shipped_configurations(name: str, parameters: int, gpus: int, monkeypat
     check_settings(config, world_size=gpus)
     wanted = job_of(config, world_size=gpus, device="")
     assert sum(p.numel() for p in wanted.model().parameters()) == parameters
-    assert wanted.device_type == "cuda" and wanted.layout.precision.compute == torch.bfloat16
+    assert wanted.device_type == "cuda" and wanted.execution.precision.compute == torch.bfloat16
     assert wanted.passes * wanted.local_batch_size * wanted.degrees.data_parallel == config.training.global_batch_size
 
 

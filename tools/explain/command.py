@@ -114,7 +114,7 @@ def fault_tolerance(config: RunConfig, job: ExplainedJob) -> ExtraMemory:
 
     def extra_memory(rank: RankProfile) -> dict[str, int]:
         kinds = [kind for stage in rank.stages for kind in stage.kinds for _ in range(kind.layers)]
-        tensors = [torch.empty(kind.local_shape, dtype=job.layout.precision.master, device="meta") for kind in kinds]
+        tensors = [torch.empty(kind.local_shape, dtype=job.execution.precision.master, device="meta") for kind in kinds]
         return memory(tensors, settings, in_child=in_child, slots=slots)
 
     return extra_memory
@@ -143,7 +143,7 @@ def job_of(config: RunConfig, *, world_size: int, device: str) -> ExplainedJob:
         title=Path(config.origin.file).name if config.origin.file else config.job.name,
         build=build,
         optimizer=partial(build_optimizer, config.optimizer, compute=precision.compute),
-        layout=config.execution_config(precision, vocab_size=vocab_size, device_type=device_type),
+        execution=config.execution_config(precision, vocab_size=vocab_size, device_type=device_type),
         degrees=sizes,
         device_type=device_type,
         local_batch_size=training.local_batch_size,
@@ -196,14 +196,14 @@ def _batch(job: ExplainedJob) -> Iterator[str]:
         f"pass{'es' * (job.passes > 1)} over {job.local_batch_size} sequence{'s' * (job.local_batch_size > 1)}"
     )
     yield f"{per_token:.3e} flops a token, {step:.3e} a step, {step / d.world_size:.3e} a step and rank; forward and backward"
-    mode = job.layout.activation_checkpoint.mode
+    mode = job.execution.activation_checkpoint.mode
     if mode != "none":
         share = {"full": "a third more", "selective": "up to a third more", "memory_budget": "some more"}[mode]
         yield f"activation checkpointing ({mode}) computes {share}, which these numbers and MFU do not count"
 
 
 def _dtypes(job: ExplainedJob) -> Iterator[str]:
-    precision = job.layout.precision
+    precision = job.execution.precision
     rows = {
         "parameters in the optimizer, its state, gradients": precision.master,
         "gathered weights, matmuls, activations, communication of tp, cp and pp": precision.compute,
@@ -276,7 +276,7 @@ def _memory(job: ExplainedJob, profiles: Sequence[RankProfile]) -> Iterator[str]
         most = max(rank.peak for rank in profiles) + _USED_ELSEWHERE
         fits = [f"{gb} GB ({name})" for gb, name in _CARDS.items() if gb * 10**9 >= most]
         yield f"with 4 GiB more for CUDA, NCCL and fragmentation: {f'fits on {fits[0]}' if fits else 'fits on no GPU known here'}"
-    if job.layout.cpu_offload:
+    if job.execution.cpu_offload:
         yield "training.enable_cpu_offload: parameters, gradients and optimizer state are in host memory; the table counts them here"
 
 
@@ -317,13 +317,13 @@ def _sent(kind: str, size: int, n: int) -> int:
 
 
 def _ranks_of(axis: str, job: ExplainedJob) -> int:
-    sizes, ep = job.degrees, job.layout.parallelism.expert_parallel_degree
+    sizes, ep = job.degrees, job.execution.parallelism.expert_parallel_degree
     several = {DP_SHARD_CP: sizes.dp_shard * sizes.cp, EP: ep, EFSDP: sizes.dp_shard * sizes.cp * sizes.tp // ep}
     return several[axis] if axis in several else getattr(sizes, axis)
 
 
 def _fsdp(job: ExplainedJob, rank: RankProfile) -> Iterator[str]:
-    d, precision = job.degrees, job.layout.precision
+    d, precision = job.degrees, job.execution.precision
     shards, stage = d.dp_shard * d.cp, rank.stages[0]
     if shards > 1:
         rows: list[tuple[str, ...]] = [("group", "gathers", "reduces")]
@@ -366,13 +366,13 @@ def _order(labels: Sequence[str]) -> tuple[list[str], list[str]]:
 
 def _pipeline(job: ExplainedJob, profiles: Sequence[RankProfile]) -> Iterator[str]:
     if job.degrees.pp > 1:
-        schedule, n_stages = schedule_of(job.layout.parallelism), sum(len(rank.stages) for rank in profiles)
+        schedule, n_stages = schedule_of(job.execution.parallelism), sum(len(rank.stages) for rank in profiles)
         for line in picture(schedule, job.degrees.pp, n_stages, job.microbatches, columns=WIDTH - 2):
             yield from [line] if line.startswith("rank ") else _wrapped(line)
 
 
 def _warnings(job: ExplainedJob, profiles: Sequence[RankProfile]) -> Iterator[str]:
-    d, layout, config, on_cuda = job.degrees, job.layout, job.layout.parallelism, job.device_type == "cuda"
+    d, execution, config, on_cuda = job.degrees, job.execution, job.execution.parallelism, job.device_type == "cuda"
     stages = [stage for rank in profiles for stage in rank.stages]
     if d.pp > 1:
         share = bubble(schedule_of(config), d.pp, len(stages), job.microbatches)
@@ -406,13 +406,13 @@ def _warnings(job: ExplainedJob, profiles: Sequence[RankProfile]) -> Iterator[st
         yield "parallelism.context_parallel_rotate_method: numbers are for allgather, which gathers all keys and values at once"
     if (ep := config.expert_parallel_degree) > 1:
         yield f"experts: rows are counted as evenly divided; at worst one rank receives the rows of all {ep} ranks of ep"
-    if layout.compile.enable:
+    if execution.compile.enable:
         yield "compile.enable: compiled blocks save less than these numbers, which are for eager mode"
-    if layout.float8.enable:
+    if execution.float8.enable:
         yield "float8.enable: these numbers are without float8"
-    if layout.activation_checkpoint.mode == "memory_budget":
+    if execution.activation_checkpoint.mode == "memory_budget":
         yield "activation_checkpoint.memory_budget: the compiler chooses; these numbers are without checkpointing"
-    if on_cuda and layout.precision.compute.itemsize == 4:
+    if on_cuda and execution.precision.compute.itemsize == 4:
         yield "training.mixed_precision_param: float32 reaches a small part of the peak that MFU is relative to"
     if on_cuda:
         yield (

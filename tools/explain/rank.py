@@ -355,7 +355,7 @@ class ExplainedJob:
     title: str
     build: Callable[[], Model]  # unsharded model; called under the meta device
     optimizer: Callable[[list[Model]], torch.optim.Optimizer]
-    layout: ExecutionConfig
+    execution: ExecutionConfig
     degrees: ParallelDims
     device_type: DeviceType
     local_batch_size: int
@@ -368,14 +368,16 @@ class ExplainedJob:
         with torch.device("meta"):
             return self.build()
 
-    def parallelize(self, mesh: DeviceMesh, model: Model, layout: ExecutionConfig, device: str = "cpu") -> Parallelized:
+    def parallelize(
+        self, mesh: DeviceMesh, model: Model, execution: ExecutionConfig, device: str = "cpu"
+    ) -> Parallelized:
         batch = {"local_batch_size": self.local_batch_size, "seq_len": self.seq_len}
-        return parallelize(model, mesh, cross_entropy_sum, layout, **batch, device=torch.device(device), seed=0)
+        return parallelize(model, mesh, cross_entropy_sum, execution, **batch, device=torch.device(device), seed=0)
 
     @property
     def microbatches(self) -> int:
         """Microbatches of one pass through the pipeline."""
-        return self.local_batch_size // self.layout.parallelism.pipeline_parallel_microbatch_size
+        return self.local_batch_size // self.execution.parallelism.pipeline_parallel_microbatch_size
 
 
 @dataclass(frozen=True)
@@ -432,10 +434,12 @@ def _rank(job: ExplainedJob, pp_rank: int, stages: tuple[Stage, ...], whole: Seg
 
 def _simulate_stage(job: ExplainedJob, *, pp_rank: int = 0) -> Stage:
     """Simulates a step of one pass on the first rank at `pp_rank`, which has one stage."""
-    sizes, layout = job.degrees, job.layout
-    parallelism = without_devices(layout.parallelism)
+    sizes, execution = job.degrees, job.execution
+    parallelism = without_devices(execution.parallelism)
     # Without the options that are not simulated; the report's warnings name them
-    eager = replace(layout, parallelism=parallelism, compile=CompileConfig(), float8=Float8Config(), cpu_offload=False)
+    eager = replace(
+        execution, parallelism=parallelism, compile=CompileConfig(), float8=Float8Config(), cpu_offload=False
+    )
     with fake_rank(global_rank=pp_rank * prod(sizes[1:]), world_size=sizes.world_size, device_type=job.device_type):
         mesh, model = build_mesh(sizes, "cpu"), job.model()
         fake = without_memory(model)
@@ -461,7 +465,7 @@ def _simulate_stage(job: ExplainedJob, *, pp_rank: int = 0) -> Stage:
             kinds.setdefault(kind, ParameterKind(kind, tuple(parameter.shape), dims, own_shape, 0))
             kinds[kind] = replace(kinds[kind], layers=kinds[kind].layers + 1)
         names, groups = {module: name for name, module in part.named_modules()}, []
-        for group_modules in fsdp_param_groups(part, layout.parallelism.fsdp_blocks_per_group):
+        for group_modules in fsdp_param_groups(part, execution.parallelism.fsdp_blocks_per_group):
             owners = (inner for module in group_modules for inner in module.modules())
             kept = (inner for inner in owners if not isinstance(inner, Experts | Router))  # gathered by themselves
             parameters = (p for inner in kept for p in inner.parameters(recurse=False))
@@ -510,7 +514,7 @@ def effective_axis(axis: str, *, dp_shard: int, cp: int) -> str:
 
 def _pipeline_ranks(job: ExplainedJob) -> list[RankProfile]:
     """Simulates each stage for two microbatches on a pipeline with one stage per rank, and replays it by the schedule."""
-    config = job.layout.parallelism
+    config = job.execution.parallelism
     whole = job.model()
     modules = stage_modules(config, list(whole.layers))
     rows = table(schedule_of(config), job.degrees.pp, len(modules), job.microbatches)
@@ -523,12 +527,12 @@ def _pipeline_ranks(job: ExplainedJob) -> list[RankProfile]:
     )
     stage_job = replace(
         job,
-        layout=replace(job.layout, parallelism=one_stage_per_rank),
+        execution=replace(job.execution, parallelism=one_stage_per_rank),
         degrees=job.degrees._replace(pp=len(modules)),
         local_batch_size=2 * config.pipeline_parallel_microbatch_size,
     )
     seen, stages = dict[Any, Stage](), list[Stage]()
-    option = job.layout.activation_checkpoint.selective_ac_option
+    option = job.execution.activation_checkpoint.selective_ac_option
     every = int(option) if option.isdigit() else 1
     for index, names in enumerate(modules):
         # Equal for stages of equal shapes with checkpointing on the same blocks
