@@ -198,7 +198,7 @@ class Message:
 
 
 class Effect(Message):
-    """Something that a driver carries out."""
+    """Something that a driver carries out. Settled is for observers only."""
 
 
 class Event(Message):
@@ -789,7 +789,7 @@ class LoadCheckpoint(Effect):
 
 
 class Settled(Effect):
-    """Step `step` is final: no recovery leads to a different version of it."""
+    """Step `step` is final: no recovery leads to a different version of it. For observers: a driver has nothing to do."""
 
     step: int
 

@@ -26,8 +26,8 @@ Design choices:
 - The slots of a step are assigned at the commit before it, or, if that commit's tail announced a change, when the quorum in between is
   answered. So the holders of a state have the same assignment; if not (one has loaded that state from a checkpoint), all drop theirs and
   make a new one.
-- Of the tail only the token counts enter commit_id: they are integers and exact in fp32. The last bits of the loss depend on its place in
-  the bucket, which differs between the ranks of a group.
+- Of the tail only the token counts enter commit_id: they are integers, exact in fp32 up to 2**24 per slot, and beyond that rounded
+  equally in all groups. The last bits of the loss depend on its place in the bucket, which differs between the ranks of a group.
 - A step whose number is a multiple of digest_interval compares the weights before its update. So the weights of a checkpoint of that step
   were compared one update earlier. One rank of each group sees the difference and reports it as `divergent` in a commit vote that is yes;
   the group's outcome has it for all ranks. The step is committed all the same: the steps before it were reduced with the same wrong
@@ -341,7 +341,7 @@ class StepMachine:
         self._due = True  # True: the next step begins with a quorum
         self._failed = False  # True: the generation failed
         self.finished = False  # True: a group has left after the last step was saved
-        self.abort_reason = ""  # why a new quorum must come before the next attempt or step; empty: it need not
+        self.abort_reason = ""  # why no further attempt is launched on the current generation; empty: one may be
         self._wants_change = ""  # reason of a change that the next tail announces; empty: none
         # notices received in ASKING: the quorum that they belong to may come later, since the answer has a stream of its own
         self._early_notices: list[m.Notice] = []
@@ -491,7 +491,9 @@ class StepMachine:
             fingerprint=self.config.fingerprint,
             number=self._call_number,
         )
-        self._out.append(m.AskQuorum(call))  # the driver (ft/manager.py) fills in `blame`
+        # The Manager sets checkpoint_metadata, fingerprint and blame, and of the member shrink_only, commit_failures, writes_checkpoint and
+        # reconfigure_handles.
+        self._out.append(m.AskQuorum(call))
 
     def _on_quorum(self, quorum: QuorumResult, now_s: float) -> None:
         same = quorum.same_generation and self.quorum is not None and quorum.reference[0] == self._collective_step
@@ -546,6 +548,10 @@ class StepMachine:
         if self._missing:
             self.contribution.reported_unable = False  # the new slots have not been reported
             self.reason = f"step {self._collective_step % STEPS_PER_BRANCH + 1}: slots {self._missing}"
+            if (
+                self.abort_reason
+            ):  # a loss between two steps: else what the body launches would wait for a member that is gone
+                self._out.append(m.InterruptCollectives(self.quorum.quorum_id, self.abort_reason))
             self._out.append(m.Compute(self._collective_step, self._missing, self._attempt))
             return
         sends = "the kept gradients again" if slots else "zeros, since this group is assigned no slot"
@@ -569,9 +575,9 @@ class StepMachine:
             self._failure = self._failure or self.abort_reason
             self._vote_on_commit()
             return
-        # All others of the quorum heal from this group, or it is the only member and others want to join: its state would be lost with it.
-        healing = len(quorum.recover_dst_replica_ranks)
-        is_only_holder = healing == len(quorum.members) - 1 and bool(healing or self._wants_change)
+        # All others of the quorum heal from this group: its state would be lost with it.
+        healing, is_alone = len(quorum.recover_dst_replica_ranks), len(quorum.members) == 1
+        is_only_holder = healing == len(quorum.members) - 1 and not is_alone
         is_last = self._collective_step % STEPS_PER_BRANCH + 1 == self._leave_at_step
         self._leave_announced = is_last or (self._leaving and not is_only_holder)
         if usable := own.usable:
@@ -581,7 +587,8 @@ class StepMachine:
         tokens = {**dict.fromkeys(range(self._tail_slots) if self.void else self.ledger.assignment, 0.0), **counts}
         loss_sum = own.loss_sum if usable else 0.0
         ok = 1.0 if usable or own.reported_unable or not slots else 0.0
-        change = 1.0 if self._wants_change or self._leave_announced else 0.0
+        # No other group has to learn that one leaves that is alone: so `change` of its outcome means that others want to join.
+        change = 1.0 if self._wants_change or is_last or (self._leave_announced and not is_alone) else 0.0
         sends_digest = self._digest_count > 0 and not self.void and self.step == self._collective_step
         self._out.append(
             m.LaunchRemaining(
@@ -672,6 +679,9 @@ class StepMachine:
         if self._copied:
             self._copied = member_digest(tail.digests, quorum.replica_rank) == NONE
         self.phase, self._due, self._failures = Phase.BOUNDARY, outcome.change or self.config.every_step, 0
+        if outcome.change and len(quorum.members) == 1:
+            # Others want to join, and the state would be lost with this group. Decided by the outcome, as some ranks may not know it yet.
+            self._leave_announced = False
         if not any(tail.tokens):  # no group that was assigned a slot is left (else there were counts, or UNABLE)
             self.ledger.drop()
             self._drop_gradients()
