@@ -80,8 +80,8 @@ TrainerEffect = m.Compute | m.LaunchRemaining | m.CommitStep  # the trainer comp
 
 @dataclass(frozen=True)
 class ManagerOptions(StepConfig):
-    """Settings of a Manager and its machine; group_rank, every_step and heal_grace_s are taken from its ReplicaGroupConfig instead, and
-    restores from its `restore`."""
+    """Settings of a Manager and its machine; group_rank, every_step and heal_grace_s are taken from its ReplicaGroupConfig instead,
+    restores from its `restore`, and fingerprint from its `fingerprint` and the layout of its gradients."""
 
     init_sync: bool = True
     slot_size: int = 1  # sequences of a slot, the batch of one group
@@ -97,7 +97,7 @@ class ManagerOptions(StepConfig):
 
 
 class Manager:
-    """The Seam (seam.py) of one rank of a job with several replica groups.
+    """The Seam (seam.py) of one rank of a job with several replica groups. A program written for torchft imports ft.Manager instead.
 
     `process_group`: that of this rank and the same rank of the other replica groups; configured and closed here. `store`: the store of
     this replica group, if it has several ranks. `restore`: loads the newest valid checkpoint, if any, and with it this Manager's state
@@ -136,6 +136,8 @@ class Manager:
             lambda *what: self.client.happened(*what),
             options.inner_steps,
             options.long_phase_s,
+            # a torchft program may wait for its reductions by itself, in its body
+            pending_since_s=(lambda: process_group.waits_since_s) if options.zeros_wait else (lambda: None),
         )
         self.gradients = gradients or Gradients(
             keep=options.keep_gradients,
@@ -365,8 +367,10 @@ class Manager:
 
     def regroup(self, until: int) -> None:
         """Forms a new generation after the last step. If a further step was begun, it is dropped."""
-        if self._assignment is not None:
-            self.commit(self.reduce([0.0] * len(self._assignment.slots), 0.0, True))
+        if (
+            self._assignment is not None
+        ):  # kept=False: its slots are assigned anew, or no group could contribute to the next attempt
+            self.commit(self.reduce([0.0] * len(self._assignment.slots), 0.0, True, kept=False))
         self.begin_step(until=until)
 
     def finish(self, *, saved: bool) -> None:
@@ -438,7 +442,7 @@ class Manager:
         self, *, before_vote: bool = False, until: Callable[[], bool] = lambda: False
     ) -> TrainerEffect | None:
         """Carries out effects, and feeds the machine the event that answers each; returns the first one for the trainer. None: `until()` is
-        True, or, with `before_vote`, the next effect is this rank's "yes" to the commit. Raises MustExit, and what Seam.commit raises."""
+        True, or, with `before_vote`, the next effect is this rank's "yes" to the commit. Raises what Seam.commit raises."""
         phase_timer, machine = self._telemetry.phase_timer, self.machine
         while self._trainer_effect is None:
             if before_vote and machine.phase is Phase.VOTING and self._effects:
@@ -504,7 +508,12 @@ class Manager:
                         self.client.rejoin_under_new_id(quorum.quorum_id, reason)
                     case m.Stop(reason, slots, clean):
                         self._stopped = (clean, f"stopped: {reason}")
-                        raise Stopped(reason, slots)
+                        self._error = Stopped(reason, slots)  # a later call raises it again: the machine has ended
+                        raise self._error
+                    case m.Settled():
+                        pass  # for observers
+                    case _:
+                        raise NotImplementedError(f"an effect that the Manager cannot carry out: {effect}")
             if event is not None:
                 self._feed(event)
         return self._trainer_effect
@@ -547,15 +556,18 @@ class Manager:
         event: m.Event | None = m.Configured(quorum.quorum_id, ok=True)
         if not quorum.same_generation:
             self._launched = 0
-            self.process_group.configure(
-                f"{quorum.store_address}/{quorum.epoch}/{quorum.quorum_id}/{self._config.group_rank}",
-                quorum.replica_rank,
-                len(quorum.members),
-                quorum_id=quorum.quorum_id,
-                fingerprint=self._job_fingerprint,
-                holders=[rank for rank, member in enumerate(quorum.members) if member in quorum.participants],
-                wait=False,
-            )
+            try:
+                self.process_group.configure(
+                    f"{quorum.store_address}/{quorum.epoch}/{quorum.quorum_id}/{self._config.group_rank}",
+                    quorum.replica_rank,
+                    len(quorum.members),
+                    quorum_id=quorum.quorum_id,
+                    fingerprint=self._job_fingerprint,
+                    holders=[rank for rank, member in enumerate(quorum.members) if member in quorum.participants],
+                    wait=False,
+                )
+            except MustExit as error:
+                raise GroupEnded(str(error)) from None
             self._trainer_effect = self._effect_ahead()
             self._is_forming = self._trainer_effect is not None
             event = None if self._is_forming else self._wait_formed(quorum)
@@ -647,9 +659,10 @@ class Manager:
             self._attempt_id = attempt
 
     def _launch_when_healed(self, effect: m.LaunchRemaining) -> m.Event | None:
-        """Launches the tail. But zeros of a group that has computed nothing, or whose user has written to a reduced tensor since, wait for
-        the heal first (once per quorum and step), and are launched by `reduce`, in the next step of a torchft program
-        (ft/compat/manager.py)."""
+        """Launches the tail at once if it goes with gradients, belongs to an attempt that was begun, or repeats what a body has sent, to
+        which the user has not written since. Otherwise first waits for the heal, if one is open, and then leaves these zeros to the
+        trainer: a torchft program (ft/compat/manager.py) runs its body, and `reduce` launches them at its end. Without a state the attempt
+        fails."""
         machine, attempt = self.machine, (effect.quorum_id, effect.attempt, effect.step)
         repeats = machine.contribution.computed or (effect.quorum_id, effect.step) == self._zeros_sent
         if not effect.zeros or attempt == self._attempt_id or (repeats and self.gradients.can_repeat):

@@ -130,7 +130,7 @@ class Seam(Protocol):
         False if this group cannot contribute, such as with a loss of NaN: it reduces zeros instead of its gradients."""
 
     def commit(self, totals: StepTotals) -> Commit | None:
-        """Commits the step; .grad is then the sum over all groups. None: the step has failed; call begin_step again.
+        """Commits the step; .grad is then the sum over all groups. None: the step is not complete; call begin_step again.
         `totals`: the result of `reduce`; only SoloManager uses it; a Manager decides by the reduced tail, on which its ranks vote."""
 
     def skip(self, slots: Sequence[int]) -> None:

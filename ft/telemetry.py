@@ -81,7 +81,8 @@ class Status:
 class ManagerTelemetry:
     """The telemetry of one Manager. `step`: returns the step of the trainer's state. `inner_steps`: optimizer steps of one commit; the
     protocol counts commits. `long_phase_s`: time limit of a phase whose duration does not depend on a step's, and of the first step; 0: not
-    reported. `show_event`: shows a message in a lane of the dashboard, at the protocol's step. For the trainer's thread."""
+    reported. `show_event`: shows a message in a lane of the dashboard, at the protocol's step. `pending_since_s`: start of the oldest
+    reduction that waits for other groups; None: there is none. For the trainer's thread."""
 
     def __init__(
         self,
@@ -93,7 +94,9 @@ class ManagerTelemetry:
         inner_steps: int = 1,
         long_phase_s: float = 0.0,
         clock: Callable[[], float] = time.monotonic,
+        pending_since_s: Callable[[], float | None] = lambda: None,
     ) -> None:
+        self._pending_since_s = pending_since_s
         self._group_rank, self._step, self.phase_timer, self._record_event = group_rank, step, phase_timer, record_event
         self._show_event, self._inner_steps, self._long_phase_s = show_event, inner_steps, long_phase_s
         self._clock = clock
@@ -166,7 +169,8 @@ class ManagerTelemetry:
     def status(self, beat_s: float) -> Status:
         """This rank's status. A wait counts once it lasts half of `beat_s`: nearly every step has a shorter one."""
         now_s, wait = self._clock(), self.current_wait
-        waiting = wait != "" and now_s - self.wait_began_s > beat_s / 2
+        since_s = self.wait_began_s if wait else self._pending_since_s()
+        waiting = since_s is not None and now_s - since_s > beat_s / 2
         phase, seconds, max_s = "", 0.0, self._long_phase_s
         if sends := self._sends:
             phase, seconds, max_s = SENDS, now_s - sends[0], sends[1]

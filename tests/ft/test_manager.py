@@ -19,6 +19,7 @@ from torch._C._distributed_c10d import HashStore
 from ft.manager import Manager, ManagerOptions
 from ft.process_groups.baby import ProcessGroupBabyGloo
 from ft.process_groups.base import ProcessGroup
+from ft.process_groups.errors import MustExit
 from ft.process_groups.gloo import ProcessGroupGloo
 from ft.protocol import compare
 from ft.protocol import messages as m
@@ -424,6 +425,16 @@ def test_a_generation_that_does_not_end_holds_up_no_close():
         assert a.manager.process_group.reaper.wait(LIMIT_S) and ends == [True]
 
 
+def test_a_rank_that_cannot_form_a_further_group_ends_to_be_restarted():
+    class Full(ProcessGroupGloo):
+        def configure(self, *what: Any, **more: Any) -> None:
+            raise MustExit("3 generations have not ended")
+
+    with job(min_replicas=1) as made:
+        error = made.group("a", steps=1, group=Full)[0].join().error
+        assert isinstance(error, GroupEnded) and str(error) == "3 generations have not ended"
+
+
 # ------------------------------------------------------------------------------------------------ weights that went wrong
 
 
@@ -529,6 +540,8 @@ def test_of_two_groups_nobody_can_tell_and_both_stop(goes_wrong: Callable[[Rank,
         for rank in ranks:
             error = rank.join().error
             assert isinstance(error, Stopped) and "no majority" in str(error)
+            with pytest.raises(Stopped, match="no majority"):  # and it waits for nothing
+                rank.manager.begin_step()
             assert max(rank.weights) == 3, "the step that found it is not committed"
 
 
@@ -553,6 +566,24 @@ def test_a_writer_that_went_wrong_in_the_last_step_is_replaced():
         a.kill()  # it heals from them, and they are gone
         a.join()
         del a.weights[4]
+
+
+def test_a_second_writer_that_dies_after_the_last_step_is_replaced_too():
+    """The step that was begun with the first new quorum is dropped, and not taken for one to which no group can contribute."""
+
+    class Last(Rank):
+        def train(self) -> None:
+            super().train()
+            while self.manager.writer_quorum is None:
+                assert in_time(lambda: self.manager.needs_new_quorum)
+                self.manager.regroup(4)
+            self.kill(*(made.groups if self.name == "a" else []))
+
+    with job(min_replicas=1) as made:
+        for name in "abc":
+            made.start(Last(name, 0, 1, made.lighthouse, HashStore(), steps=4, together=3))
+        for rank in made.groups:
+            assert rank.join().error is None and max(rank.weights) == max(made.groups[0].weights)
 
 
 # ------------------------------------------------------------------------------------------------ where the time goes

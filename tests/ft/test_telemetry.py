@@ -37,10 +37,11 @@ def clock() -> Clock:
     return Clock(120.0)
 
 
-def made(group_rank: int, clock: Clock, books: Books | None = None, long_phase_s: float = 300.0) -> ManagerTelemetry:
-    return ManagerTelemetry(
-        group_rank, lambda: 0, books or Books(), ignore_event, lambda *what: None, 1, long_phase_s, clock.monotonic
-    )
+def made(
+    group_rank: int, clock: Clock, books: Books | None = None, long_phase_s: float = 300.0, **more: Any
+) -> ManagerTelemetry:
+    given = lambda: 0, books or Books(), ignore_event, lambda *what: None
+    return ManagerTelemetry(group_rank, *given, 1, long_phase_s, clock.monotonic, **more)
 
 
 def sent(one: ManagerTelemetry, clock: Clock, news: Any = lambda status: None) -> list[tuple[float, Status]]:
@@ -72,6 +73,8 @@ def test_a_rank_waits_in_the_sums_and_past_them(clock: Clock):
     assert one.status(1.0) == Status()
     one.current_wait = "vote"
     assert one.status(1.0) == Status(waiting=True, summed=True), "it has waited since the sums began"
+    own = made(1, clock, pending_since_s=lambda: 100.0)  # a torchft program waits for a sum of its own in its body
+    assert own.status(1.0) == Status(waiting=True) and own.status(2.0) == Status()
 
 
 def test_a_commit_that_waits_for_readers_is_a_phase_with_a_limit_of_its_own(clock: Clock):
