@@ -89,12 +89,11 @@ class Healer:
     def drop(self) -> None:
         """Cancels a fetch, or drops the state that was fetched. Returns when nothing writes to this rank's tensors any more."""
         if self._fetching is not None:
-            self.progress = (0, 0)
             self._cancelled.set()
             while self._fetching.is_alive():  # it may be between two tries, where `stop` finds nothing
                 self.transport.stop("the heal was cancelled")
                 self._fetching.join(AGAIN_S)
-            self._fetching = None
+            self._fetching, self.progress = None, (0, 0)
         self._arrived = None
 
     def close(self) -> None:
@@ -128,7 +127,11 @@ class Healer:
                     return self._on_event(m.HealEnded(quorum.quorum_id, ok=False, reason=str(error)))
             if cancelled.wait(AGAIN_S):
                 return self._on_event(m.HealEnded(quorum.quorum_id, ok=False, reason="the heal was cancelled"))
-        log.info("healed from %s in %.2f s", " and ".join(names), time.monotonic() - began_s)
+        log.info(
+            "healed from %s in %.2f s",
+            " and ".join([source.replica_id for source in chosen]),
+            time.monotonic() - began_s,
+        )
         self.received_bytes += into.manifest.total_bytes
         self._arrived = values
         self._on_event(m.HealEnded(quorum.quorum_id, ok=True, state=values[MACHINE]))
