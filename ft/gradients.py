@@ -387,10 +387,14 @@ class Gradients:
             for user_allreduce in self._step.allreduces:
                 user_allreduce.forget()
             self._step = _StepState()
-            self._feedback.clear()
+            self.drop_feedback()
             # an attempt is complete here; `begin_attempt` abandons it, and none of its gradients are lost by that
             if self._attempt is not None:
                 self._attempt.copied.clear()
+
+    def drop_feedback(self) -> None:
+        """Discards the rounding errors of earlier quantised reductions: a state without them was loaded."""
+        self._feedback.clear()
 
     @property
     def can_repeat(self) -> bool:

@@ -81,7 +81,7 @@ class FragmentGradients(Gradients):
         self._current = self._fragments[step % len(self._fragments)]
         self._current.begin_attempt(process_group, num_participants, contributes=contributes, step=step)
 
-    prepare, close, drop_held = map(_of_all, ("prepare", "close", "drop_held"))
+    prepare, close, drop_held, drop_feedback = map(_of_all, ("prepare", "close", "drop_held", "drop_feedback"))
     begin_backward, launch_buckets, launch_remaining, wait, abandon, hold = map(
         _of_current, ("begin_backward", "launch_buckets", "launch_remaining", "wait", "abandon", "hold")
     )
@@ -254,6 +254,7 @@ class SemiSyncManager:
     def _heal(self, state: dict[str, Any]) -> None:
         for place, fragment in enumerate(self.fragments):
             fragment.load_state_dict(state[str(place)])
+        self._gradients.drop_feedback()
         self.reset()
 
     def reset(self) -> None:

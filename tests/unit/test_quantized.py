@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from ft.gradients import Gradients
 from ft.process_groups.errors import Abandoned, ProcessGroupError
 from ft.quantized import BLOCK, LEVELS, CollectiveQueue, ErrorFeedback, dequantize, message_bytes, quantize
 from tests.unit.gradient_groups import Member, World, finish, linear, members, open_all
@@ -262,13 +263,14 @@ def test_groups_that_do_not_both_round_are_told_apart():
     assert dict(one.gradients.fingerprint)["gradient buckets"] != dict(other.gradients.fingerprint)["gradient buckets"]
 
 
-def test_gradients_that_go_take_along_what_was_held_back():
+@pytest.mark.parametrize("drop", [Gradients.drop, Gradients.drop_feedback])
+def test_gradients_that_go_and_a_heal_take_along_what_was_held_back(drop: Callable[[Gradients], None]):
     fresh, stale = members(2, linear, quantized=True), members(2, linear, quantized=True)
     for turn, team in ((0, stale), (1, stale), (1, fresh)):
         summed_once(team, turn)
         if turn == 0:
             for member in team:
-                member.gradients.drop()
+                drop(member.gradients)
     assert all(torch.equal(a, b) for a, b in zip(fresh[0].grads, stale[0].grads, strict=True))
 
 
