@@ -4,16 +4,18 @@ TorchftGroup answers the ranks like torchft's ManagerServer: it requests one quo
 
 TorchftConnection connects one of our groups to torchft's lighthouse, as PharosConnection (lighthouse_link.py) does to ours. A member's
 state is in `data`, JSON that torchft passes on to all members. That lighthouse sends no notices: a loss is noticed when a reduction fails
-or times out, so such a job requests a quorum before each step (every_step), as torchft does.
+or times out, so such a job requests a quorum before each step (every_step), as torchft does. After a restart it numbers its quorums from 1
+again, while ours must grow (QuorumIds).
 """
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
 import logging
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import astuple, dataclass, replace
 from itertools import chain
 from typing import Any
 
@@ -32,6 +34,8 @@ from ft.rpc.serving import CallRefused, Pending, PendingCalls, unary
 RETRY_S = 0.1
 BEAT_S = 0.1  # seconds between heartbeats, as of torchft's groups
 OURS = "pharos"  # key of `data` with the values for which torchft's QuorumMember has no field
+IDS = "ids"  # key in it of the member's QuorumIds, which earlier versions lack
+MAX_ID = 1 << 62
 _FIELDS = ("commit_id", "commit_quorum_id", "writes_checkpoint", "assigned", "assignment_id", "init_sync")
 log = logging.getLogger("pharos.group")
 Waiting = list[list[Pending]]  # pending calls by rank, the newest last
@@ -137,7 +141,7 @@ class TorchftGroup:
             pending.fail(refused)
 
     async def _ask_lighthouse(self, member: m.Member, left_s: float) -> m.Quorum:
-        """Requests a quorum; retries (-1: no limit, None: 0) are spread over the ranks' timeout as in torchft, and never beyond it."""
+        """Requests a quorum; retries (-1: no limit; None: 0, as in torchft) are spread over the ranks' timeout, and never beyond it."""
         retries, loop = self.config.retries or 0, asyncio.get_running_loop()
         pause_s, end_s = max(RETRY_S, left_s / (retries + 1) if retries > 0 else 0.0), loop.time() + left_s
         while True:
@@ -198,12 +202,37 @@ def torchft_reply(quorum: m.Quorum, replica_id: str, group_rank: int, *, init_sy
     )
 
 
+@dataclass(frozen=True)
+class QuorumIds:
+    """The newest quorum of a group as torchft's lighthouse numbers it, and as its members do. Each member states its own in a request."""
+
+    offset: int = 0  # is added to the lighthouse's ids
+    newest: int = 0  # the sum
+    members: str = ""  # hash of the quorum's replica IDs
+
+    @staticmethod
+    def after(quorum: m.Quorum, stated: Sequence[QuorumIds]) -> QuorumIds:
+        """Returns those of a quorum: of what its members have `stated`, so equal in all of them. If the lighthouse's id is below an earlier
+        one, or is the same for other members or after a failure, it has begun anew, and from now on its ids are added to the newest."""
+        members = hashlib.sha256("/".join(sorted(quorum.ids)).encode()).hexdigest()[:16]
+        offset = max((ids.offset for ids in stated), default=0)
+        newest = max((ids.newest for ids in stated), default=0)
+        is_same = {ids.members for ids in stated if ids.newest == newest} == {members}
+        is_same = is_same and not any(member.commit_failures for member in quorum.members)
+        if quorum.quorum_id + offset < newest + (not is_same):
+            offset = newest
+        return QuorumIds(offset, quorum.quorum_id + offset, members)
+
+
 class TorchftConnection(LighthouseConnection):
     """Connection to torchft's lighthouse, which accepts no reports and no leave: it notices only that heartbeats end."""
 
+    _ids = QuorumIds()
+
     async def _ask(self, call: m.Call) -> None:
         try:
-            quorum = decode_quorum(await ask_quorum(self._channel, self._metadata, encode_member(call.member), CALL_S))
+            member = encode_member(call.member, self._ids)
+            quorum, self._ids = decode_quorum(await ask_quorum(self._channel, self._metadata, member, CALL_S))
             # torchft's lighthouse never requires a checkpoint to be loaded
             is_new_job = all(member.void for member in quorum.members)
             self._on_event(m.LighthouseRequiresRestore(0) if is_new_job else m.LighthouseAnswered(quorum))
@@ -241,26 +270,31 @@ async def ask_quorum(to: Any, metadata: Any, member: m.Member, timeout_s: float)
     return codec.quorum_from_torchft(codec.parse(torchft_pb2.LighthouseQuorumResponse, reply).quorum)
 
 
-def encode_member(member: m.Member) -> m.Member:
+def encode_member(member: m.Member, ids: QuorumIds = QuorumIds()) -> m.Member:
     """Returns the member with our own fields in `data`."""
-    return replace(member, data=json.dumps({OURS: {name: getattr(member, name) for name in _FIELDS}}))
+    fields = {name: getattr(member, name) for name in _FIELDS}
+    return replace(member, data=json.dumps({OURS: {**fields, IDS: astuple(ids)}}))
 
 
-def decode_quorum(quorum: m.Quorum) -> m.Quorum:
-    """Returns the quorum as our lighthouse would send it. Raises ValueError for members that are torchft's."""
-    members = tuple(sorted(map(_member, quorum.members), key=lambda member: member.replica_id))
-    return m.Quorum(quorum.quorum_id, members, reference_state(members) or (0, 0, ""), epoch="torchft")
+def decode_quorum(quorum: m.Quorum) -> tuple[m.Quorum, QuorumIds]:
+    """Returns the quorum as our lighthouse would send it, and its ids. Raises ValueError for members that are torchft's."""
+    decoded = sorted(map(_member, quorum.members), key=lambda pair: pair[0].replica_id)
+    members, ids = tuple(member for member, _ in decoded), QuorumIds.after(quorum, [stated for _, stated in decoded])
+    return m.Quorum(ids.newest, members, reference_state(members) or (0, 0, ""), epoch="torchft"), ids
 
 
-def _member(member: m.Member) -> m.Member:
+def _member(member: m.Member) -> tuple[m.Member, QuorumIds]:
     try:
         ours = json.loads(member.data)[OURS]
+        offset, newest, members = ours.get(IDS, astuple(QuorumIds()))
+        if not (isinstance(offset, int) and isinstance(newest, int) and 0 <= offset <= newest < MAX_ID):
+            raise ValueError(f"{member.replica_id} states impossible quorum ids: {offset}, {newest}")
         message = codec.to_message(replace(member, data="", **{name: ours[name] for name in _FIELDS}))  # checks types
-    except (json.JSONDecodeError, KeyError, TypeError, RecursionError):
+    except (json.JSONDecodeError, AttributeError, KeyError, TypeError, RecursionError):
         raise ValueError(
             f"{member.replica_id} is not a group of Pharos: a quorum must not have groups of both torchft and Pharos"
         ) from None
     found = codec.from_message(m.Member, message)
     if problem := validate_request(m.Call(found)):
         raise ValueError(problem[1])
-    return found
+    return found, QuorumIds(offset, newest, str(members))

@@ -36,7 +36,8 @@ class GroupConfig:
     address: str = ""
     store_address: str = ""
     times: m.Timeouts = field(default_factory=m.Timeouts)
-    # retries of a failed request to the lighthouse; None, or -1 as in torchft: as long as a rank waits
+    # Retries of a failed request to the lighthouse; -1: as long as a rank waits; None: the default, which is -1 here, and in
+    # compat.TorchftGroup 0, as in torchft.
     retries: int | None = None
     retry_s: float = 1.0
     max_active_groups: int | None = None  # most groups that are assigned slots, the others are spares; None: all

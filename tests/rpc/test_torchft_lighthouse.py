@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from ft.compat.group import decode_quorum, encode_member
+from ft.compat.group import QuorumIds, decode_quorum, encode_member
 from ft.compat.lighthouse import LighthouseServer
 from ft.manager import GroupEnded, Manager
 from ft.protocol import messages as m
@@ -55,8 +55,24 @@ def test_what_torchft_has_no_field_for_travels_as_data():
         "b:1", "http://b", "b:1", 7, commit_id="x", commit_quorum_id=3, assigned=2, assignment_id="d", init_sync=True
     )
     near = m.Member("a:1", "http://a", "a:1", 6)
-    quorum = decode_quorum(m.Quorum(4, (encode_member(far), encode_member(near))))
+    quorum, _ = decode_quorum(m.Quorum(4, (encode_member(far), encode_member(near))))
     assert quorum == m.Quorum(4, (near, far), (7, 3, "x"), "torchft")
+
+
+def test_ids_of_quorums_grow_while_a_lighthouse_is_restarted_and_counts_from_one():
+    """They are the same in all members, also in one that knew no quorum, as a smaller or equal id would count as over, or as this one."""
+    ids: dict[str, QuorumIds] = {}
+
+    def answered(lighthouse_id: int, members: str, failures: int = 0) -> int:
+        sent = [encode_member(m.Member(f"{x}:1", commit_failures=failures), ids.get(x, QuorumIds())) for x in members]
+        quorum, found = decode_quorum(m.Quorum(lighthouse_id, tuple(sent)))
+        ids.update(dict.fromkeys(members, found))
+        return quorum.quorum_id
+
+    assert [answered(6, "ab"), answered(7, "abc"), answered(7, "abc"), answered(8, "abc", failures=1)] == [6, 7, 7, 8]
+    assert [answered(1, "ab"), answered(2, "abc"), answered(2, "abc")] == [9, 10, 10], "a restart; c knows only 8"
+    assert [answered(2, "bcd"), answered(3, "bcd")] == [12, 13], "the same id by chance, of other members"
+    assert [answered(3, "bcd", failures=1), answered(4, "abcd")] == [16, 17], "the same id, after a failure"
 
 
 @pytest.mark.parametrize("data", ["", "{}", '{"pharos": 3}', '{"pharos": {"commit_id": 1}}', "[1]", "[" * 50_000])
@@ -66,7 +82,16 @@ def test_a_quorum_with_torchfts_groups_is_refused(data: str):
 
 
 @pytest.mark.parametrize(
-    "said", [{"assigned": 10**30}, {"commit_quorum_id": -5}, {"assignment_id": "x" * 600}, {"commit_id": "\n"}]
+    "said",
+    [
+        {"ids": (0, -1, "")},
+        {"ids": (0, float("inf"), "")},
+        {"ids": (0, 1)},
+        {"assigned": 10**30},
+        {"commit_quorum_id": -5},
+        {"assignment_id": "x" * 600},
+        {"commit_id": "\n"},
+    ],
 )
 def test_what_no_honest_group_says_of_itself_is_refused(said: dict[str, Any]):
     """A rank could not read the part that is made of it, and would end."""
