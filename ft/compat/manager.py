@@ -84,7 +84,8 @@ class Manager:
     requires), `insecure` (serve other machines without a token), `dies_with_group` and `observer` (see ft/manager.py).
 
     Raises ValueError (arguments, variables), OSError (no lighthouse, no group server). start_quorum, backward and should_commit raise
-    Stopped, GroupEnded and BadInput (seam.py); after any other failure should_commit returns False.
+    Stopped, GroupEnded and BadInput (seam.py), backward and should_commit also RuntimeError for gradients that cannot be reduced; after any
+    other failure should_commit returns False.
     """
 
     def __init__(
@@ -170,7 +171,11 @@ class Manager:
             options,
             store=_store(config, store_addr or environment.master_addr, store_port or environment.master_port),
             transport=transport,
-            fingerprint=(("checkpoint_transport", heal_transport),),
+            fingerprint=(
+                ("checkpoint_transport", heal_transport),
+                # groups with different spares would send tails of different sizes
+                ("world_size_mode and min_replica_size", str(config.max_active_groups)),
+            ),
             gradients=Gradients(shared=pg.IN_CHILD, device="cuda" if "nccl" in pg.KIND else "cpu"),
             observer=observer,
         )
@@ -183,8 +188,8 @@ class Manager:
         self._error: Exception | None = None  # error that was reported since the step began
         self._body = False  # True: between start_quorum and should_commit
         self._used = False  # True: the body has sent something
-        self._over = True  # True: the step was decided
-        self._decided: Commit | None = None  # the commit of a step until should_commit returns True for it
+        self._is_decided = True
+        self._commit: Commit | None = None  # of a decided step, until should_commit returns True for it
         self._slots = 0  # number of slots that this body computes; with none it sends zeros
         self._backward = ExitStack()  # has the context of core.last_backward during the backward
         self._user: Any = None  # functions that load and return the user's state
@@ -201,18 +206,18 @@ class Manager:
             say_once(
                 "start_quorum(allow_heal=False) has no effect: a group that is behind cannot continue without healing"
             )
-        if self._body and not self._over and not self._used:
+        if self._body and not self._is_decided and not self._used:
             return  # called twice
         if self._body:  # should_commit was not called
             self._backward.close()
             # this generation must fail, as our part of the others' reductions may be missing
             self._decide("the body was left before its end")
-            if self._decided is not None:
+            if self._commit is not None:
                 log.warning(
                     "step %d is committed, but should_commit was not called: was the optimizer's step left out?",
                     self.core.step,
                 )
-            self._decided = None
+            self._commit = None
         self._error, self.core.shrink_only = None, shrink_only
         limit_s = self.core.quorum_s
         if timeout is not None:
@@ -221,7 +226,8 @@ class Manager:
             self._slots = len(self.core.begin_step().slots)
         finally:  # the timeout is only for this call
             self.core.quorum_s = limit_s
-        self._body, self._used, self._over = True, False, False
+        self._body, self._used, self._is_decided = True, False, False
+        self._late.step_done()
 
     def wait_quorum(self) -> None:
         """Does nothing: start_quorum has waited."""
@@ -233,8 +239,8 @@ class Manager:
         if not self._body:
             raise RuntimeError("should_commit without start_quorum")
         self._decide()
-        decided, self._decided, self._body = self._decided, None, False
-        return decided is not None
+        commit, self._commit, self._body = self._commit, None, False
+        return commit is not None
 
     def allreduce(
         self,
@@ -255,10 +261,10 @@ class Manager:
             raise ValueError(f"allreduce: reduce_op = {op}: must be AVG or SUM, because absent groups contribute zeros")
         if not self._body:
             raise RuntimeError("allreduce without start_quorum")
-        if self._over and self._decided is None:  # others may be in the next body, with different reductions
+        if self._is_decided and self._commit is None:  # others may be in the next body, with different reductions
             work = GroupWork("AllReduce", [tensor])
             work.end(None)
-        elif self._over:
+        elif self._is_decided:
             work = self._reduce_late(tensor, mean=op == "AVG")
         else:
             self._used = True
@@ -275,20 +281,20 @@ class Manager:
 
     def current_step(self) -> int:
         """Returns the number of committed steps. It changes in should_commit."""
-        return self.core.step - (self._decided is not None)
+        return self.core.step - (self._commit is not None)
 
     def batches_committed(self) -> int:
         """Returns the number of batches that are in the weights: in each step one for each group that contributed."""
         return self._batches
 
     def num_participants(self) -> int:
-        """Returns the number of groups that contribute to this step."""
+        """Returns the number of participants: the groups that may contribute to this step."""
         return len(self.core.quorum.participants) if self.core.quorum else 0
 
     def participating_rank(self) -> int | None:
         """Returns this group's rank among the participants. None: it sends zeros."""
         quorum = self.core.quorum
-        if quorum is None or (not self._over and not self._slots) or quorum.replica_id not in quorum.participants:
+        if quorum is None or (not self._is_decided and not self._slots) or quorum.replica_id not in quorum.participants:
             return None
         return quorum.participants.index(quorum.replica_id)
 
@@ -297,8 +303,9 @@ class Manager:
 
     def report_error(self, e: Exception) -> None:
         """Excludes this group's contribution from the step, if it is not decided yet. The step is committed with those of the others:
-        should_commit returns True, and .grad is their mean. If there are none, or this group has several ranks, the step is dropped."""
-        if self._over:
+        should_commit returns True, and .grad is their mean. If there are none, or this group has several ranks, the step is dropped; so it
+        is, in all groups, if one of the others has changed a result, or reduces with repeat=False (ManagedProcessGroup)."""
+        if self._is_decided:
             log.warning("an error was reported after the step was decided: %s", e)
         self._error = self._error or e
 
@@ -373,7 +380,7 @@ class Manager:
     def shutdown(self, wait: bool = True) -> None:
         """Leaves the job. May be called twice. Between two steps it does not fail a step that others are completing, so all groups may stop
         at the same step. If the others continue, `leave()` before the last step saves them a retry."""
-        if self._over and self.core.machine.phase is Phase.BOUNDARY and not self.core.machine.void:
+        if self._is_decided and self.core.machine.phase is Phase.BOUNDARY and not self.core.machine.void:
             self.core.may_exit = True  # this group has sent everything that others may wait for
         self.core.gradients.close()
         self.core.close()
@@ -381,11 +388,12 @@ class Manager:
     def attach(self, model_parts: Sequence[nn.Module]) -> None:
         """Registers modules whose gradients are reduced (DistributedDataParallel). To be called before the first quorum."""
         self.core.attach(model_parts)
-        self._parameters += [parameter for part in model_parts for parameter in part.parameters()]
+        parameters = [parameter for part in model_parts for parameter in part.parameters()]
+        self._parameters = [*dict.fromkeys([*self._parameters, *parameters])]  # modules may share some
 
     def backward_begins(self) -> None:
         """Begins to send gradients: called by DistributedDataParallel in the last backward of the step, in a thread of autograd."""
-        if self._over:
+        if self._is_decided:
             raise RuntimeError(
                 "no step has begun (start_quorum), or its gradients are reduced already: wrap all backwards except for the "
                 "last in no_sync()"
@@ -401,19 +409,19 @@ class Manager:
 
     def _decide(self, failure: str = "") -> None:
         """Reduces and votes, repeatedly if needed; .grad is the mean if the step is committed. `failure`: why this attempt must fail."""
-        if self._over:
+        if self._is_decided:
             return
-        self._over = True
+        self._is_decided = True
         # a body has one batch, whatever its number of slots
         failure, tokens = failure or self._why_not(), (1.0,) + (0.0,) * (self._slots - 1)
         kept = not failure and self.core.gradients.can_repeat
         totals = self.core.reduce(tokens, 0.0, self._error is None, kept=kept, failure=failure)
-        self._decided = self.core.commit(totals)
-        if self._decided is not None:
-            self._batches += len(self._decided.contributors)
+        self._commit = self.core.commit(totals)
+        if self._commit is not None:
+            self._batches += len(self._commit.contributors)
             gradients = [to_local(p.grad) for p in self._parameters if p.grad is not None]
             if gradients:
-                torch._foreach_div_(gradients, self._decided.divisor)
+                torch._foreach_div_(gradients, self._commit.divisor)
 
     def _why_not(self) -> str:
         """Returns why this step cannot be committed in this generation; "": it can."""

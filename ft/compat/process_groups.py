@@ -94,7 +94,7 @@ class ErrorSwallowingProcessGroup(Collectives):
 
 class ManagedProcessGroup(ProcessGroup):
     """A Manager as a process group, for code that takes torch's, such as FSDP's set_all_reduce_hook and a comm hook of torch's
-    DistributedDataParallel: `allreduce` is Manager.allreduce, whose work never fails, and `size` the number of groups that contribute, 0
+    DistributedDataParallel: `allreduce` is Manager.allreduce, whose work never fails, and `size` the number of participants, 0
     before the first quorum. Other collectives are those of the Manager's process group, and may fail.
 
     FSDP and DDP copy the result into .grad, so a step in which an all-reduce has failed is dropped in all groups, as in torchft."""

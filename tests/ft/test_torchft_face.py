@@ -27,7 +27,8 @@ def mean(*values: float) -> float:
 
 
 def test_the_gradient_is_the_mean_and_the_states_are_one():
-    """Initial states that differ become one; .grad is the mean when backward returns, so clipping is everybody's."""
+    """Initial states that differ become one; .grad is the mean when backward returns, so clipping is everybody's. Modules that share
+    weights are attached, and each weight counts once."""
     seen: dict[str, list[float]] = {"a": [], "b": []}
 
     def body(group: Group) -> None:
@@ -36,8 +37,9 @@ def test_the_gradient_is_the_mean_and_the_states_are_one():
         torch.nn.utils.clip_grad_value_(group.ddp.parameters(), 8.0)
 
     with job(min_replicas=2) as made:
-        a = made.group("a", A, 6, body=body, initial=100.0)
-        b = made.group("b", B, 6, body=body, initial=-1.0)
+        shares: dict[str, Any] = {"at": lambda group: group.bodies or group.manager.attach([group.model])}
+        a = made.group("a", A, 6, body=body, initial=100.0, **shares)
+        b = made.group("b", B, 6, body=body, initial=-1.0, **shares)
         made.join()
         assert seen["a"] == seen["b"] and seen["a"][0] == A, "the first holds the state, so the other gave nothing"
         assert seen["a"][2:] == [mean(A, B)] * 4  # it says that it has healed in the first tail that it can

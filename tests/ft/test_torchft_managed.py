@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ft import ManagedProcessGroup, ProcessGroupGloo
+from ft import ManagedProcessGroup, ProcessGroupGloo, WorldSizeMode
 from ft.checkpointing import HTTPTransport, PGTransport
 from ft.healing.pg_transport import PgTransport
 from ft.seam import BadInput
@@ -54,8 +54,10 @@ def test_groups_heal_as_their_program_says():
     with job(min_replicas=2) as made:
         a, b = (made.group(name, value, FOR_EVER, initial=value, arguments=PG) for name, value in (("a", A), ("b", B)))
         assert in_time(lambda: len(a.weights) > 1 and len(b.weights) > 1)
-        other = Group("c", C, FOR_EVER, made.lighthouse, arguments=HTTP).start().join()
-        assert isinstance(other.error, BadInput) and "checkpoint_transport" in str(other.error)
+        spare = {**PG, "world_size_mode": WorldSizeMode.FIXED_WITH_SPARES}  # with tails of another length
+        for arguments, name in ((HTTP, "checkpoint_transport"), (spare, "world_size_mode and min_replica_size")):
+            other = Group("c", C, FOR_EVER, made.lighthouse, arguments=arguments).start().join()
+            assert isinstance(other.error, BadInput) and name in str(other.error)
         a.steps = b.steps = a.manager.current_step() + 3
         made.join()
         assert all(isinstance(group.core.healer.transport, PgTransport) for group in (a, b))
