@@ -63,7 +63,8 @@ class BadInput(ValueError):
 
 
 class GroupEnded(RuntimeError):
-    """The server of this replica group has ended or has ended the group, or its ranks disagree. The rank exits, to be restarted."""
+    """The server of this replica group has ended or has ended the group, its ranks disagree, or this rank cannot form a further process
+    group. The rank exits, to be restarted."""
 
 
 class GroupReleased(RuntimeError):
