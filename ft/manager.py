@@ -508,7 +508,8 @@ class Manager:
                         self.client.rejoin_under_new_id(quorum.quorum_id, reason)
                     case m.Stop(reason, slots, clean):
                         self._stopped = (clean, f"stopped: {reason}")
-                        self._error = Stopped(reason, slots)  # a later call raises it again: the machine has ended
+                        # a later call raises it again: the machine has ended
+                        self._error, self._assignment = Stopped(reason, slots), None
                         raise self._error
                     case m.Settled():
                         pass  # for observers
