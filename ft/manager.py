@@ -367,9 +367,8 @@ class Manager:
 
     def regroup(self, until: int) -> None:
         """Forms a new generation after the last step. If a further step was begun, it is dropped."""
-        if (
-            self._assignment is not None
-        ):  # kept=False: its slots are assigned anew, or no group could contribute to the next attempt
+        if self._assignment is not None:
+            # kept=False: its slots are assigned anew; in a further attempt with these no group could contribute
             self.commit(self.reduce([0.0] * len(self._assignment.slots), 0.0, True, kept=False))
         self.begin_step(until=until)
 

@@ -548,9 +548,7 @@ class StepMachine:
         if self._missing:
             self.contribution.reported_unable = False  # the new slots have not been reported
             self.reason = f"step {self._collective_step % STEPS_PER_BRANCH + 1}: slots {self._missing}"
-            if (
-                self.abort_reason
-            ):  # a loss between two steps: else what the body launches would wait for a member that is gone
+            if self.abort_reason:  # of a loss between two steps: nobody answers what the trainer launches
                 self._out.append(m.InterruptCollectives(self.quorum.quorum_id, self.abort_reason))
             self._out.append(m.Compute(self._collective_step, self._missing, self._attempt))
             return
