@@ -147,6 +147,7 @@ class ForkServer:
 
     def child(self) -> Child:
         """Returns a new child: the standby, or one that is forked now. Raises ProcessGroupError."""
+        why = "the fork server dies or does not answer"
         for _ in range(2):
             self.prepare()
             ours, theirs = Channel.pair()
@@ -160,8 +161,10 @@ class ForkServer:
                         self._stop()
                     elif pid := int(answer[0]):
                         return Child(pid, ours, self)
+                    else:
+                        why = "the fork server has no process or descriptor left for one"
             ours.close()
-        raise ProcessGroupError("no child process: the fork server dies or does not answer")
+        raise ProcessGroupError(f"no child process: {why}")
 
     def reap(self) -> None:
         """Makes the fork server reap children that have ended."""

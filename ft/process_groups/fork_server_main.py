@@ -6,6 +6,7 @@ import gc
 import os
 import socket
 import sys
+import traceback
 from contextlib import suppress
 
 from ft.children import die_with
@@ -77,8 +78,10 @@ def _run_child(waiting: Channel) -> None:
         if (message := waiting.receive()) is not None:
             waiting.close()
             ChildGroup(Channel(socket.socket(fileno=message[1][0]))).serve()
-    finally:
         os._exit(0)  # without waiting for torch's threads, which may never end
+    except BaseException:  # noqa: BLE001 (printed here, as this is the end of the process)
+        traceback.print_exc()
+        os._exit(1)
 
 
 if __name__ == "__main__":

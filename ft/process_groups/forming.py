@@ -37,8 +37,8 @@ class Engine(Protocol):
         """Starts a base.Operation, and calls `ended` once, from any thread, when nothing reads or writes its tensors any more."""
 
     def interrupt(self) -> None:
-        """Ends pending operations as soon as possible, here and on the peers (NCCL: in `end`; the peers' end by their own
-        notices). Returns at once; may be called from any thread, and twice."""
+        """Ends pending operations as soon as possible, here and on the peers. Returns at once; may be called from any thread, and twice.
+        With NCCL, `end` does this; operations on peers end by the notices that the peers get."""
 
     def end(self) -> None:
         """Releases all resources, after `interrupt`; returns when nothing touches a tensor any more. May take long, or never return."""
@@ -81,10 +81,15 @@ class Rendezvous:
     def start(self) -> None:
         self._thread.start()
 
-    def wait(self, limit_s: float) -> Engine:
-        """Returns the engine. Raises RendezvousFailed if it failed or was cancelled; cancels it limit_s after `prepare`."""
+    def wait(self, limit_s: float, prepare_s: float = PREPARE_S) -> Engine:
+        """Returns the engine. Raises RendezvousFailed if it failed or was cancelled; cancels it if `prepare` takes longer than
+        prepare_s, and limit_s after that."""
         self.is_awaited = True
-        if not self._prepared.wait(PREPARE_S) or not self._over.wait(limit_s):
+        if not self._prepared.wait(prepare_s):
+            self.cancel(
+                f"its preparation (for a child process, the import of torch) has taken longer than {prepare_s:g} s"
+            )
+        elif not self._over.wait(limit_s):
             self.cancel(f"has not formed within {limit_s:g} s")
         with self._lock:
             if self._engine is not None and not self.cancelled.is_set():

@@ -24,6 +24,8 @@ PAUSE_S = 0.5  # longest time between two checks for a wait that needs probes, a
 TRIES = 6  # connection attempts without an answer: over a link that loses every fifth packet all fail once in a million probes
 MOST = 64  # members that are probed at once, each of which takes a few descriptors for a moment
 KEPT = 256  # unreachable replica IDs that are remembered after their generation
+# and for how long: a host that vanished never answers; a link that is still cut then costs one attempt to connect
+KEPT_S = 600.0
 _ANSWERS = {0, errno.ECONNREFUSED, errno.ECONNRESET}  # results that need a kernel at the other end
 _LOCAL = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EADDRNOTAVAIL}  # independent of the link
 _RESET = struct.pack("ii", 1, 0)  # value of SO_LINGER with which closing leaves no state at either end
@@ -43,7 +45,7 @@ class Prober:
         self._lock = threading.Condition()
         self._places: dict[str, SocketAddress] = {}
         self._members: frozenset[str] = frozenset()  # members of the newest generation
-        self._unreachable: dict[str, None] = {}  # replica IDs, in the order in which they became unreachable
+        self._unreachable: dict[str, float] = {}  # replica ID -> time at which it became unreachable, in this order
         self._wanted = self._done = 0  # numbers of probes that were requested, and that have ended
         self._closed = False
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -61,12 +63,12 @@ class Prober:
 
     def watch(self, members: Mapping[str, str]) -> None:
         """Sets the other members of the newest generation: replica ID -> handle ("": not probed). Unreachable older members are still
-        probed."""
+        probed, after these, for KEPT_S."""
         places = {replica_id: place for replica_id, handle in members.items() if (place := _place(handle))}
         with self._lock:
             self._members = frozenset(members)
             old = {i: self._places[i] for i in list(self._unreachable)[-KEPT:] if i in self._places}
-            self._unreachable = dict.fromkeys(old)
+            self._unreachable = {i: self._unreachable[i] for i in old}
             self._places = {**old, **places}
 
     @property
@@ -113,18 +115,25 @@ class Prober:
         self._listener.close()
 
     def _probe_members(self, *, all_members: bool) -> None:
-        """Probes all members, or only unreachable ones, updates `unreachable`, and reports members that are unreachable now."""
+        """Probes all members, or only unreachable ones, updates `unreachable`, and reports members that are unreachable now. Former members
+        are probed last, and forgotten after KEPT_S."""
         with self._lock:
-            places = [(i, self._places[i]) for i in (self._places if all_members else self._unreachable)]
-        silent: dict[str, SocketAddress] = {}
+            for replica_id, since_s in list(self._unreachable.items()):
+                if replica_id not in self._members and self._clock() - since_s > KEPT_S:
+                    del self._unreachable[replica_id], self._places[replica_id]
+            wanted = sorted(self._places if all_members else self._unreachable, key=lambda i: i not in self._members)
+            places = [(i, self._places[i]) for i in wanted]
         for first in range(0, len(places), MOST):
-            silent |= self._silent(dict(places[first : first + MOST]))
-        with self._lock:
-            self._unreachable.update(dict.fromkeys(silent))
-            self._places = {**silent, **self._places}  # as the next generation may have begun meanwhile, without them
-            now = tuple(replica_id for replica_id in silent if replica_id in self._members)
-        if now and self._waits_since() is not None:
-            self._report(now)
+            silent = self._silent(dict(places[first : first + MOST]))
+            with self._lock:
+                for replica_id, place in silent.items():
+                    self._unreachable.setdefault(replica_id, self._clock())
+                    self._places.setdefault(
+                        replica_id, place
+                    )  # the next generation may have begun meanwhile, without it
+                now = tuple(replica_id for replica_id in silent if replica_id in self._members)
+            if now and self._waits_since() is not None:
+                self._report(now)
 
     def _silent(self, left: dict[str, SocketAddress]) -> dict[str, SocketAddress]:
         """Tries to connect to each member several times, as the kernel repeats a lost packet only after a second, and then ever later.

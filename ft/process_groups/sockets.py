@@ -59,10 +59,13 @@ def shutdown(socks: Collection[socket.socket], how: int) -> None:
             sock.shutdown(how)
 
 
-def listening_ends(make: Callable[[], Made]) -> tuple[Made, set[Address]]:
+def listening_ends(make: Callable[[], Made], descriptors: Path = DESCRIPTORS) -> tuple[Made, set[Address]]:
     """Calls `make`, which must be quick; returns its result and the address on which its new socket listens (at most one). If a different
     thread of this process began to listen meanwhile, the two cannot be told apart, and `make` is called again: that thread's server would
-    lose its connections with the process group. Raises OSError if that happens each time."""
+    lose its connections with the process group. Raises OSError if that happens each time. No address without /proc (macOS): there gloo
+    runs in a child process only, which is killed, so that its sockets need not be found."""
+    if not descriptors.is_dir():
+        return make(), set()
     with _one_at_a_time:
         for _ in range(MAX_TRIES):
             before = {os.fstat(sock.fileno()).st_ino for sock in _sockets()}

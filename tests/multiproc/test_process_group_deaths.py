@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import pickle
+import resource
 import select
 import signal
 import subprocess
@@ -18,6 +20,7 @@ from typing import Any
 import pytest
 
 from ft.children import LAUNCHER_SIGNALS
+from ft.process_groups.errors import ProcessGroupError
 from ft.process_groups.fork_server import Child, ForkServer
 from ft.process_groups.store import serve
 
@@ -233,6 +236,23 @@ def test_a_spare_child_that_is_gone_is_not_given(fork_server: ForkServer):
     assert (fork_server.pid, child.pid != int(spare)) == (at, True) and is_forked(child)
     child.kill()
     child.end()
+
+
+def test_a_child_that_fails_shows_why_and_what_a_fork_server_lacks_is_said(
+    fork_server: ForkServer, capfd: pytest.CaptureFixture[str]
+):
+    child = fork_server.child()
+    child.channel.send(pickle.dumps(("no_such_command", ())))
+    assert child.channel.receive() is None
+    child.kill()
+    child.end()
+    assert "has no attribute 'no_such_command'" in capfd.readouterr().err
+    used = {int(path.name) for path in Path(f"/proc/{fork_server.pid}/fd").iterdir()}
+    free = next(number for number in itertools.count() if number not in used)
+    resource.prlimit(fork_server.pid, resource.RLIMIT_NOFILE, (free + 1, free + 1))  # for the socket of one child
+    with pytest.raises(ProcessGroupError, match="no child process: the fork server has no process or descriptor left"):
+        for _ in range(2):  # the first may be a spare child
+            fork_server.child().kill()
 
 
 def test_a_fork_server_that_is_stopped_is_ended_and_another_started(fork_server: ForkServer):

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from ft.process_groups.probe import TRIES, Prober
+from ft.process_groups.probe import MOST, TRIES, Prober
 from tests.unit.test_process_groups import no_descriptors_left
 from tests.waiting import in_time
 
@@ -114,6 +114,26 @@ def test_who_waits_for_a_moment_looks_why(silent: Silent):
         since_s.append(time.monotonic())  # for c, which answers
         mine.probe()
         assert not found.is_set() and mine.unreachable == ("b:1",)
+
+
+def test_present_members_are_probed_first_and_former_ones_forgotten(silent: Silent):
+    """Hosts that vanished never answer, and there may be more of them than are probed at once."""
+    gone, later, answers = Silent(), threading.Event(), closed_port()
+    vanished = {f"gone:{number}": gone.handle for number in range(MOST)}
+    with prober(clock=lambda: time.monotonic() + 1e6 * later.is_set()) as mine:
+        mine.watch(vanished)
+        mine.probe()
+        assert in_time(lambda: len(mine.unreachable) == MOST)
+        mine.watch({"b:1": answers, "c:1": silent.handle})
+        tried.clear()
+        mine.probe()
+        places = [(host, int(port)) for host, port in (it.split(":") for it in (answers, silent.handle, gone.handle))]
+        assert in_time(lambda: places[0] in tried[:-2])
+        assert tried[tried.index(places[0]) :][:3] == places
+        assert in_time(lambda: "c:1" in mine.unreachable)
+        later.set()
+        assert in_time(lambda: mine.unreachable == ("c:1",))
+    gone.close()
 
 
 def test_what_this_process_lacks_is_no_cut_link(silent: Silent):

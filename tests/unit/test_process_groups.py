@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -135,6 +136,19 @@ def test_a_server_of_another_thread_is_never_taken_for_a_part_of_a_group():
     assert (made, local) == (devices[2], {made.getsockname()})
     for sock in (*others, *devices):
         sock.close()
+
+
+@linux
+def test_a_process_that_cannot_see_its_sockets_forms_gloo_without_their_addresses(tmp_path: Path):
+    """As a child does without /proc; it is killed, so nobody looks for them."""
+    store, native = serve(), partial(sockets.listening_ends, descriptors=tmp_path / "none")
+    forming = Rendezvous(partial(form_gloo, listening_ends=native), f"127.0.0.1:{store.port}/alone", 0, 1, 120.0)
+    forming.start()
+    engine, ended = forming.wait(120.0), queue.SimpleQueue[Exception | None]()
+    assert isinstance(engine, GlooEngine) and not engine.local
+    engine.start(Operation("allreduce", ([torch.ones(1)],)), lambda error, source: ended.put(error))
+    assert ended.get(timeout=60) is None
+    engine.end()
 
 
 @linux
@@ -368,6 +382,17 @@ def test_who_is_absent_is_named():
         absent, limit_s = rendezvous.absent, 2 * limit_s
         rendezvous.store.close()
     assert absent == failure.value.absent == (0, 2)
+
+
+def test_a_preparation_that_takes_too_long_is_told_from_forming():
+    ready = threading.Event()
+    given: tuple[Any, ...] = (lambda it: FakeEngine(), "127.0.0.1:1/slow", 0, 1, 0.1)
+    rendezvous = Rendezvous(*given, prepare=lambda: (ready.wait(), None)[1])
+    rendezvous.start()
+    with pytest.raises(RendezvousFailed, match=r"its preparation .* has taken longer than 0\.01 s"):
+        rendezvous.wait(60.0, prepare_s=0.01)
+    ready.set()
+    rendezvous.end()
 
 
 def test_a_channel_carries_messages_and_descriptors():
