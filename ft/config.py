@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from ft.protocol.messages import Timeouts
-from ft.rpc.access import Endpoint, find_token
+from ft.rpc.access import Endpoint, Tls, check_scheme, find_tls, find_token
 
 
 @dataclass(frozen=True)
@@ -321,6 +321,7 @@ class Environment:
     manager_port: int | None = _variable("TORCHFT_MANAGER_PORT", _whole(0, 65535))
 
     drill: bool = False  # PHAROS_DRILL=1: see recording.py
+    tls: Tls | None = None  # of connections to the lighthouse: PHAROS_TLS_CA, PHAROS_TLS_CERT, PHAROS_TLS_KEY
 
     @property
     def name(self) -> str:
@@ -333,7 +334,8 @@ class Environment:
         if token and token_file:
             raise ValueError("PHAROS_TOKEN and PHAROS_TOKEN_FILE are both set: set one")
         token = find_token(Path(token_file) if token_file else None, token)
-        values: dict[str, Any] = {"token": token, "drill": environ.get("PHAROS_DRILL") == "1"}
+        tls = find_tls(*(environ.get(f"PHAROS_TLS_{name}", "").strip() for name in ("CA", "CERT", "KEY")))
+        values: dict[str, Any] = {"token": token, "drill": environ.get("PHAROS_DRILL") == "1", "tls": tls}
         for one in (one for one in fields(Environment) if one.metadata):
             text = environ.get(one.metadata["variable"], "").strip()
             try:
@@ -366,6 +368,7 @@ class Environment:
                 "TORCHFT_LIGHTHOUSE is not set: fault_tolerance.enable = true requires the lighthouse's address, such as "
                 "http://localhost:29510; scripts/run_lighthouse.sh starts one"
             )
+        check_scheme(self.lighthouse, self.tls)
         self.slots_per_step(settings)
         groups = self.num_replica_groups
         if groups is not None and settings.min_replica_size > groups:

@@ -45,6 +45,7 @@ from ft.protocol.messages import STEPS_PER_BRANCH, VOID
 from ft.protocol.step import Ledger, Phase, StepConfig, StepMachine
 from ft.rpc.access import Access
 from ft.rpc.clients import GroupClient, Refused
+from ft.rpc.codec import HAS_LEFT
 from ft.rpc.driver import Observer
 from ft.seam import (
     BadInput,
@@ -765,7 +766,7 @@ class Manager:
     def _ended(self, why: str) -> None:
         """Interrupts every wait, as the server is gone or has ended the group. In the thread of the notice stream."""
         if not self.closed.is_set():
-            log.error("this rank ends: %s", why)
+            (log.info if why.startswith(HAS_LEFT) else log.error)("this rank ends: %s", why)
             if self.quorum is not None:
                 self.healer.end_offer(self.quorum.quorum_id, why)
             self.process_group.interrupt(why)

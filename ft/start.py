@@ -144,7 +144,7 @@ def open_manager(
         world_size=environment.world_size,
         lighthouse=environment.lighthouse,
         host=advertised(settings.interface, environment.lighthouse),
-        access=Access(environment.token),
+        access=Access(environment.token, tls=environment.tls),
         times=settings.times,
         restart_count=environment.restart_count,
         every_step=settings.quorum == "every_step",

@@ -18,7 +18,7 @@ import grpc
 from ft.protocol import messages as m
 from ft.protocol.lighthouse import LighthouseConfig
 from ft.rpc import codec
-from ft.rpc.access import Access, Endpoint, endpoints
+from ft.rpc.access import Access, Endpoint, Tls, endpoints
 from ft.rpc.clients import answer_of
 from ft.rpc.driver import Observer
 from ft.rpc.generated import torchft_pb2
@@ -48,8 +48,8 @@ class LighthouseQuorum:
 class LighthouseClient:
     """Blocking client of a lighthouse with torchft's protocol. Raises TimeoutError if it does not answer, RuntimeError if it refuses."""
 
-    def __init__(self, addr: str, connect_timeout: timedelta, *, token: str = "") -> None:
-        access = Access(token)
+    def __init__(self, addr: str, connect_timeout: timedelta, *, token: str = "", tls: Tls | None = None) -> None:
+        access = Access(token, tls=tls)
         self._channel, self._metadata = channel(addr, access, aio=False), access.metadata()
         try:
             grpc.channel_ready_future(self._channel).result(timeout=connect_timeout.total_seconds())

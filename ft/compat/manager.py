@@ -48,7 +48,7 @@ from ft.process_groups.base import GroupWork, ProcessGroup, reduction
 from ft.protocol import messages as m
 from ft.protocol.step import Phase
 from ft.quantized import ErrorFeedback
-from ft.rpc.access import Access
+from ft.rpc.access import Access, check_scheme
 from ft.rpc.driver import Observer
 from ft.seam import Commit
 from ft.user_sums import ManagedAllreduce
@@ -126,6 +126,7 @@ class Manager:
             raise ValueError(
                 "TORCHFT_LIGHTHOUSE is not set, nor is lighthouse_addr: set one of them, such as to http://localhost:29510"
             )
+        check_scheme(lighthouse, environment.tls)
         if min_replica_size < 1:
             raise ValueError(f"min_replica_size = {min_replica_size}: must be at least 1")
         times = m.Timeouts() if heartbeat_interval is None else m.Timeouts(beat_s=heartbeat_interval.total_seconds())
@@ -139,7 +140,7 @@ class Manager:
             world_size=environment.world_size if world_size is None else world_size,
             lighthouse=lighthouse if "://" in lighthouse else f"http://{lighthouse}",
             host=_resolve(hostname) if hostname else advertised(interface, lighthouse),
-            access=Access(environment.token, insecure),
+            access=Access(environment.token, insecure, environment.tls),
             times=times,
             restart_count=environment.restart_count,
             contact_s=_seconds(environment.connect_timeout_s, connect_timeout) or ReplicaGroupConfig.contact_s,

@@ -1,7 +1,8 @@
 """Access to a server: token and TLS, the addresses that it listens on, and the name of this machine.
 
 With a token every call must carry it, as `authorization: Bearer TOKEN`, in gRPC metadata and HTTP headers alike. Without one, a server
-listens on loopback only, unless started with --insecure. TLS hides the token from the network; with a CA for clients it is mutual.
+listens on loopback only, unless started with --insecure. The lighthouse may have TLS, which hides the token on the way to it; with a CA for
+clients it is mutual. A group's server and healing have none.
 """
 
 from __future__ import annotations
@@ -20,8 +21,9 @@ from pathlib import Path
 from typing import Any
 
 MIN_TOKEN = 16  # characters
+_CA = "the file of the authority that issued the lighthouse's certificate (for a public one, the system's bundle)"
 _WHY = {
-    errno.EADDRINUSE: "the port is in use; another lighthouse may be running there",
+    errno.EADDRINUSE: "the port is in use, perhaps by an earlier start of this program",
     errno.EADDRNOTAVAIL: "that is not an address of this machine",
     errno.EACCES: "this user may not listen on that port",
 }
@@ -29,8 +31,8 @@ _WHY = {
 
 @dataclass(frozen=True)
 class Tls:
-    """PEM files. A server requires cert and key, and requires client certificates issued by `ca` if that is set. A client needs `ca` if no
-    public authority issued the server's certificate, and cert and key if the server requires them."""
+    """PEM files. A server requires cert and key, and requires client certificates issued by `ca` if that is set. A client needs `ca`, the
+    authority of the server's certificate, and cert and key if the server requires them."""
 
     cert: Path | None = None
     key: Path | None = None
@@ -39,16 +41,24 @@ class Tls:
     def server_context(self) -> ssl.SSLContext:
         """Returns a server's SSL context. Raises ValueError if files are missing, or are not a certificate and its key."""
         context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+        self._load(context)
+        if self.ca:
+            context.verify_mode = ssl.CERT_REQUIRED
+        return context
+
+    def check_client(self) -> None:
+        """Raises ValueError if a client cannot use these files."""
+        self._load(ssl.create_default_context(ssl.Purpose.SERVER_AUTH))
+
+    def _load(self, context: ssl.SSLContext) -> None:
         try:
-            assert self.cert and self.key
-            context.load_cert_chain(self.cert, self.key)
+            if self.cert:
+                context.load_cert_chain(self.cert, self.key)
             if self.ca:
                 context.load_verify_locations(self.ca)
-                context.verify_mode = ssl.CERT_REQUIRED
         except (OSError, ssl.SSLError) as error:
             files = ", ".join(str(path) for path in (self.cert, self.key, self.ca) if path)
             raise ValueError(f"TLS with {files}: {error}") from None
-        return context
 
     def read(self) -> tuple[bytes | None, bytes | None, bytes | None]:
         cert, key, ca = (path.read_bytes() if path else None for path in (self.cert, self.key, self.ca))
@@ -57,8 +67,10 @@ class Tls:
 
 @dataclass(frozen=True)
 class Access:
+    """`tls`: the lighthouse's own, or that of connections to it; they use it if its address begins with https://."""
+
     token: str = ""
-    insecure: bool = False  # True: without a token, listen on all addresses
+    insecure: bool = False  # True: without a token, listen where others can reach it
     tls: Tls | None = None
 
     def permits(self, metadata: Iterable[tuple[str, Any]]) -> bool:
@@ -91,6 +103,39 @@ def check_token(token: str, source: str) -> str:
     if len(token) < MIN_TOKEN or not re.fullmatch(r"[!-~]+", token):
         raise ValueError(f"the token of {source} must have at least {MIN_TOKEN} printable characters without spaces")
     return token
+
+
+def find_tls(ca: str, cert: str, key: str) -> Tls | None:
+    """Returns the TLS of connections to a lighthouse, from the values of PHAROS_TLS_CA, PHAROS_TLS_CERT and PHAROS_TLS_KEY. Raises
+    ValueError."""
+    files = {"PHAROS_TLS_CA": ca, "PHAROS_TLS_CERT": cert, "PHAROS_TLS_KEY": key}
+    if not any(files.values()):
+        return None
+    for name, needs in (("PHAROS_TLS_CERT", "PHAROS_TLS_KEY"), ("PHAROS_TLS_KEY", "PHAROS_TLS_CERT")):
+        if files[name] and not files[needs]:
+            raise ValueError(
+                f"{name} = {files[name]}: requires {needs}, too: the certificate that groups show, and its key"
+            )
+    if not ca:
+        raise ValueError(f"PHAROS_TLS_CERT = {cert}: requires PHAROS_TLS_CA, too: {_CA}")
+    for name, file in files.items():
+        if file and not Path(file).is_file():
+            raise ValueError(f"{name} = {file}: no such file")
+    tls = Tls(*(Path(file) if file else None for file in (cert, key, ca)))
+    tls.check_client()
+    return tls
+
+
+def check_scheme(lighthouse: str, tls: Tls | None) -> None:
+    """Raises ValueError unless the lighthouse's address is https:// with TLS, and http:// without."""
+    https = lighthouse.startswith("https://")
+    if https and not tls:
+        raise ValueError(f"TORCHFT_LIGHTHOUSE = {lighthouse}: requires PHAROS_TLS_CA: {_CA}")
+    if tls and not https:
+        nearest = "https://" + lighthouse.removeprefix("http://")
+        raise ValueError(
+            f"TORCHFT_LIGHTHOUSE = {lighthouse}: PHAROS_TLS_CA is set, which is for https://; nearest: {nearest}"
+        )
 
 
 @dataclass(frozen=True)

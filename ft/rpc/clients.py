@@ -62,8 +62,9 @@ class Stale(RuntimeError):
 
 class GroupServerProcess:
     """A group's server as a child of this process, the group's rank 0. Raises ChildProcessError if it cannot start. It ends when this
-    process dies, by two means: the pipe to its stdin, which no other process has, and, if the main thread started it, the kernel's
-    parent-death signal (sent when the *thread* that started the child ends, so no other thread may use it)."""
+    process dies, by two means: the pipe to its stdin, and, if the main thread started it, the kernel's parent-death signal (sent when the
+    *thread* that started the child ends, so no other thread may use it). A process that this one forks without exec, such as a worker of a
+    DataLoader, also has the pipe, and keeps it open: then only the signal is left."""
 
     def __init__(self, settings: Settings) -> None:
         main = threading.current_thread() is threading.main_thread()
@@ -83,13 +84,13 @@ class GroupServerProcess:
         self._process.stdin.flush()
         with selectors.DefaultSelector() as selector:  # select() does not support descriptors above 1023
             selector.register(self._process.stdout, selectors.EVENT_READ)
-            line = self._process.stdout.readline() if selector.select(START_S) else b""
-        if not line:
+            answered = bool(selector.select(START_S))
+        if not answered:
             self._process.kill()
+        if not answered or not (line := self._process.stdout.readline()):  # empty: it has ended
             code = self._process.wait()
-            raise ChildProcessError(
-                f"the group server did not start in {START_S:g} s (exit code {code}); its output is on stderr"
-            )
+            why = f"ended with exit code {code}" if answered else f"did not start in {START_S:g} s"
+            raise ChildProcessError(f"the group server {why}; its output is on stderr")
         self.address = str(json.loads(line)["address"])
 
     def alive(self) -> bool:

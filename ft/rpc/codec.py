@@ -36,6 +36,7 @@ MAX_LINE = 500  # characters of a line that the dashboard shows
 # legal Happened.lane: a failed step, divergent weights, a failed write, changed settings
 CLIENT_LANES = ("commit", "corruption", "storage", "settings")
 ORDERS = ("drain", "kill")  # legal Order.kind
+HAS_LEFT = "the group has left"  # start of Ended.reason after a Leave: no error
 REPORT_BYTES = ("healed_bytes", "heal_done_bytes", "heal_total_bytes")
 NOTICES = {field.name: getattr(m, field.message_type.name) for field in pharos_pb2.Notice.DESCRIPTOR.fields}
 

@@ -19,7 +19,7 @@ import socket
 import sys
 from collections.abc import Callable, Collection, Iterable
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -43,13 +43,15 @@ CallKey = tuple[int, m.VoteKey | None]  # key of a waiting call: (group_rank, Vo
 
 @dataclass(frozen=True)
 class Settings:
-    """Settings of a group server; one line of JSON on its stdin."""
+    """Settings of a group server; one line of JSON on its stdin. Raises ValueError if others could reach it and there is no token."""
 
     replica_id: str
     world_size: int
     lighthouse: str  # http://host:port
     store_address: str = ""
-    host: str = ""  # address at which others reach this host; "": its host name
+    host: str = (
+        ""  # address of this host, at which it listens; "": all addresses and the host name, without a token loopback
+    )
     port: int = 0
     wire: Literal["pharos", "torchft"] = "pharos"  # protocol of the lighthouse
     access: Access = field(default_factory=Access)
@@ -57,6 +59,13 @@ class Settings:
     retries: int | None = None
     max_active_groups: int | None = None
     parent: int = 0  # process ID (pid) of rank 0; 0: do not end with it
+
+    def __post_init__(self) -> None:
+        if self.host and not (Endpoint(self.host, 0).loopback or self.access.token or self.access.insecure):
+            raise ValueError(
+                f"a group's server on {self.host}: others could reach it, and the job has no token: set PHAROS_TOKEN_FILE or PHAROS_TOKEN; "
+                "nearest: 127.0.0.1"
+            )
 
 
 class RankReports:
@@ -249,6 +258,8 @@ class GroupService:
         if self.left:  # a different rank has called this already
             return b""
         self.left = True
+        # before the streams break, as this process ends with the rank that leaves first
+        self._send_down(self._streams, ended=pharos_pb2.Ended(reason=f"{codec.HAS_LEFT}: {leave.reason}"[:500]))
         await self.link.leave(self.machine.replica_id, clean=leave.clean, reason=leave.reason, finished=leave.finished)
         await self.link.close()
         if not self._streams:
@@ -421,12 +432,12 @@ async def run(settings: Settings, parent: asyncio.Future[None], say: Callable[[s
 
     access = settings.access
     reachable = bool(access.token or access.insecure)
-    at = Endpoint(all_interfaces() if reachable else "127.0.0.1", settings.port)
+    at = Endpoint(settings.host or (all_interfaces() if reachable else "127.0.0.1"), settings.port)
     host = settings.host or (socket.gethostname() if reachable else "127.0.0.1")
     # Filled later: the routes need the machine, the machine needs the address, and the port is known only when the server listens.
     routes: dict[str, Any] = {}
-    server = Server(access, routes, [at])
-    address = f"{'https' if access.tls else 'http'}://{Endpoint(host, server.port)}"
+    server = Server(replace(access, tls=None), routes, [at], what="its address")
+    address = f"http://{Endpoint(host, server.port)}"
     identity = settings.replica_id, settings.world_size, address, settings.store_address
     config = GroupConfig(*identity, settings.times, settings.retries, max_active_groups=settings.max_active_groups)
     wire = PharosConnection if settings.wire == "pharos" else TorchftConnection

@@ -17,7 +17,7 @@ import grpc.aio
 
 from ft.protocol import messages as m
 from ft.rpc import codec
-from ft.rpc.access import Access, Endpoint
+from ft.rpc.access import Access, Endpoint, Tls
 from ft.rpc.generated import pharos_pb2
 from ft.rpc.serving import MAX_MESSAGE
 
@@ -36,7 +36,8 @@ _REFUSALS: dict[grpc.StatusCode, m.RefusalCode] = {
 
 
 def channel(address: str, access: Access, *, aio: bool) -> Any:
-    """Returns a channel to "http://host:port" or "host:port". It connects at its first use, and reconnects within a second."""
+    """Returns a channel to "http://host:port", "host:port", or with `access.tls` "https://host:port". It connects at its first use, and
+    reconnects within a second."""
     options = [
         ("grpc.max_receive_message_length", MAX_MESSAGE * 4),
         ("grpc.initial_reconnect_backoff_ms", 100),
@@ -49,9 +50,9 @@ def channel(address: str, access: Access, *, aio: bool) -> Any:
         ("grpc.use_local_subchannel_pool", 1),
     ]
     place, module = str(Endpoint.parse(address, "address")), grpc.aio if aio else grpc
-    if access.tls is None:
+    if not address.startswith("https://"):
         return module.insecure_channel(place, options=options)
-    cert, key, ca = access.tls.read()
+    cert, key, ca = (access.tls or Tls()).read()
     return module.secure_channel(place, grpc.ssl_channel_credentials(ca, key, cert), options=options)
 
 

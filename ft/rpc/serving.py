@@ -76,19 +76,21 @@ class Server(grpc.GenericRpcHandler):  # type: ignore[misc]
     room: int | None = None  # most connections; None: as many as this process can have descriptors for
     hello_s = HELLO_S
 
-    def __init__(self, access: Access, routes: Mapping[str, Route], at: Sequence[Endpoint]) -> None:
+    def __init__(
+        self, access: Access, routes: Mapping[str, Route], at: Sequence[Endpoint], *, what: str = "--bind"
+    ) -> None:
         """Binds the addresses `at`; `start` begins to serve. With port 0, all of them get the same free port, `self.port`. `routes`:
-        "/package.Service/Method" -> unary(...) or stream(...). Raises ValueError."""
+        "/package.Service/Method" -> unary(...) or stream(...). Raises ValueError, which names `what`."""
         self._access, self._routes = access, routes
         self._handlers: dict[str, Any] = {}  # made at the first call, since `routes` may be filled after this
         self._tasks: set[asyncio.Task[Any]] = set()  # tasks of the calls in progress
         self._stops = False
-        self.connections = (self.room or room_for_connections()) // len(at)  # most connections at one address
+        self.max_connections = (self.room or room_for_connections()) // len(at)  # at one address
         options = [
             ("grpc.so_reuseport", 0),  # default: a second server would share the port without an error
             ("grpc.max_receive_message_length", MAX_MESSAGE),  # before and after decompression; headers have 16 KiB
             ("grpc.max_send_message_length", -1),
-            ("grpc.max_allowed_incoming_connections", self.connections),
+            ("grpc.max_allowed_incoming_connections", self.max_connections),
             # All groups may call at once while the loop is busy; by default grpc cancels calls when 1,000 wait.
             ("grpc.server.max_pending_requests", MAX_CALLS),
             ("grpc.server.max_pending_requests_hard_limit", MAX_CALLS),
@@ -105,7 +107,7 @@ class Server(grpc.GenericRpcHandler):  # type: ignore[misc]
         for place in at:
             endpoint = Endpoint(place.host, self.port)
             if place.port or not self.port:  # else: a free port that is used at the second address is not an error
-                try_to_listen(endpoint)
+                try_to_listen(endpoint, what)
             try:
                 if access.tls is None:
                     self.port = self._server.add_insecure_port(str(endpoint))
@@ -116,7 +118,7 @@ class Server(grpc.GenericRpcHandler):  # type: ignore[misc]
                 self.port = self._server.add_secure_port(str(endpoint), credentials)
             except RuntimeError as error:
                 if place is at[0] or place.port:
-                    raise ValueError(f"--bind {endpoint}: {error}") from None
+                    raise ValueError(f"{what} {endpoint}: {error}") from None
 
     def service(self, details: Any) -> Any:
         if not self._access.permits(details.invocation_metadata):

@@ -287,7 +287,7 @@ def test_addresses_share_the_room():
         room = 100
 
     async def room() -> int:
-        return Small(Access(), {}, [Endpoint("127.0.0.1", 0), Endpoint("127.0.0.2", 0)]).connections
+        return Small(Access(), {}, [Endpoint("127.0.0.1", 0), Endpoint("127.0.0.2", 0)]).max_connections
 
     assert asyncio.run(room()) == 50
 

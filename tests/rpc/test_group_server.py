@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, closing
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, TypeVar
@@ -139,6 +140,10 @@ def test_a_lost_group_returns_under_a_new_id_and_a_clean_one_leaves(team: Callab
     assert parts[0].quorum_id > first and parts[0].members == ("a:1", "b:1.1")
     for rank in b.ranks:  # whoever comes second changes nothing
         rank.leave(clean=True, reason="done")
+    b.ranks[0].close()
+    b.server.close()
+    ended = iter(lambda: b.heard.get(timeout=WAIT_S), None)  # after the notices of the old generation
+    assert "the group has left: done" in ended, "the other rank has not closed yet"
     change = m.ChangeAnnounced(parts[0].quorum_id, "b:1.1 done")
     # after what both ranks heard of the old generation
     assert change in iter(lambda: a.heard.get(timeout=WAIT_S), None)
@@ -398,14 +403,25 @@ def test_an_operators_orders():
     assert asyncio.run(story()) == ([signal.SIGTERM], "killed by an operator: r", "a:1")
 
 
-def test_a_server_that_cannot_start_is_one_message():
+def test_a_server_that_cannot_start_is_one_message(capfd: pytest.CaptureFixture[str]):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         settings = Settings("a:1", 1, "http://127.0.0.1:1", host="127.0.0.1", port=taken.getsockname()[1])
         with pytest.raises(
             ChildProcessError,
-            match=r"^the group server did not start in 30 s \(exit code 2\); its output is on stderr$",
+            match=r"^the group server ended with exit code 2; its output is on stderr$",
         ):
             GroupServerProcess(settings)
+    assert f"group server: its address 127.0.0.1:{settings.port}: the port is in use, perhaps" in capfd.readouterr().err
+    with pytest.raises(
+        ValueError, match=r"^a group's server on 10\.1\.2\.3: others could reach it, and the job has no token"
+    ):
+        replace(settings, host="10.1.2.3")
+
+
+def test_a_server_listens_at_the_address_of_its_group_only(lighthouse: LighthouseServer):
+    settings = Settings("a:1", 1, lighthouse.address(), host="127.0.0.1", access=Access("0123456789abcdef"))
+    with closing(GroupServerProcess(settings)) as server, socket.socket() as other:
+        other.bind(("127.0.0.2", int(server.address.rpartition(":")[2])))  # it is free there
 
 
 def test_the_server_dies_with_whoever_started_it(lighthouse: LighthouseServer):

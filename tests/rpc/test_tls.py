@@ -1,20 +1,23 @@
-"""TLS and mutual TLS with real handshakes: gRPC and HTTP, the lighthouse and a group's server. Certificates are made by openssl here."""
+"""TLS and mutual TLS with real handshakes: gRPC and HTTP of the lighthouse, and groups. Certificates are made by openssl here."""
 
 from __future__ import annotations
 
+import re
 import shutil
 import ssl
 import subprocess
 import urllib.error
 import urllib.request
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from ft.config import Environment, FaultTolerance
 from ft.protocol import messages as m
 from ft.rpc.access import Access, Tls
-from ft.rpc.clients import GroupClient, GroupServerProcess
+from ft.rpc.clients import GroupClient, GroupServerProcess, is_torchft_lighthouse
 from ft.rpc.group_server import Settings
 from tests.rpc.test_abuse import Running
 from tests.rpc.wire import WAIT_S, Wire, quorum_of, refused
@@ -106,17 +109,40 @@ def test_without_tls_nobody_is_heard(lighthouse: Any):
     assert b"200" not in lighthouse.raw(b"GET /status.json HTTP/1.0\r\n\r\n")
 
 
-def test_a_group_and_its_ranks_under_mutual_tls(papers: Papers):
-    """One certificate for both ends: the group's server asks the lighthouse with the one that it shows its ranks."""
-    one = Running(papers.folder, *papers.flags(mutual=True))
-    group = GroupServerProcess(Settings("g:1", 1, one.address, access=Access(tls=papers.tls("server"))))
-    assert group.address.startswith("https://127.0.0.1:")
-    rank = GroupClient(group.address, 0, Access(tls=papers.tls("client")))
-    assert rank.quorum(m.RankCall(0, m.Member("")), WAIT_S).members == ("g:1",)
-    stranger = GroupClient(group.address, 0, Access(tls=papers.tls()))
-    with pytest.raises(RuntimeError, match="UNAVAILABLE"):
-        stranger.quorum(m.RankCall(0, m.Member("")), WAIT_S)
-    for client in (rank, stranger):
-        client.close()
-    group.close()
-    one.close()
+@pytest.mark.parametrize("mutual", [False, True])
+def test_a_group_reaches_the_lighthouse_by_its_environment(papers: Papers, mutual: bool):
+    """Its own server has no TLS: its ranks and those of other groups reach it as without."""
+    names = {"PHAROS_TLS_CA": "ca.pem"} | (
+        {"PHAROS_TLS_CERT": "client.pem", "PHAROS_TLS_KEY": "client.key"} if mutual else {}
+    )
+    with closing(Running(papers.folder, *papers.flags(mutual=mutual))) as one:
+        files = {name: str(papers.folder / file) for name, file in names.items()}
+        environment = Environment.read({"TORCHFT_LIGHTHOUSE": one.address, **files})
+        environment.check(FaultTolerance(enable=True))
+        access = Access(tls=environment.tls)
+        assert environment.lighthouse.startswith("https://") and not is_torchft_lighthouse(one.address, access)
+        with closing(GroupServerProcess(Settings("g:1", 1, environment.lighthouse, access=access))) as group:
+            assert group.address.startswith("http://127.0.0.1:")
+            with closing(GroupClient(group.address, 0, access)) as rank:
+                assert rank.quorum(m.RankCall(0, m.Member("")), WAIT_S).members == ("g:1",)
+        with pytest.raises(ConnectionError, match="CERTIFICATE_VERIFY_FAILED"):
+            is_torchft_lighthouse(one.address, Access(tls=papers.tls("client", "stranger")), patience_s=0.0)
+
+
+def test_what_a_group_cannot_use_is_refused(papers: Papers):
+    """Before anything is connected."""
+    https, ca, cert = "https://head:29510", str(papers.folder / "ca.pem"), str(papers.folder / "client.pem")
+    for given, said in (
+        ({"TORCHFT_LIGHTHOUSE": https}, "TORCHFT_LIGHTHOUSE = https://head:29510: requires PHAROS_TLS_CA: the file"),
+        (
+            {"TORCHFT_LIGHTHOUSE": "head:29510", "PHAROS_TLS_CA": ca},
+            "TORCHFT_LIGHTHOUSE = http://head:29510: PHAROS_TLS_CA is set, which is for https://; nearest: https://head:29510",
+        ),
+        ({"PHAROS_TLS_CA": "none"}, "PHAROS_TLS_CA = none: no such file"),
+        ({"PHAROS_TLS_CA": __file__}, f"TLS with {__file__}: "),
+        ({"PHAROS_TLS_CA": ca, "PHAROS_TLS_CERT": cert}, f"PHAROS_TLS_CERT = {cert}: requires PHAROS_TLS_KEY, too"),
+        ({"PHAROS_TLS_CA": ca, "PHAROS_TLS_CERT": cert, "PHAROS_TLS_KEY": ca}, f"TLS with {cert}, {ca}, {ca}: "),
+        ({"PHAROS_TLS_CERT": cert, "PHAROS_TLS_KEY": cert}, f"PHAROS_TLS_CERT = {cert}: requires PHAROS_TLS_CA, too"),
+    ):
+        with pytest.raises(ValueError, match="^" + re.escape(said)):
+            Environment.read(given).check(FaultTolerance(enable=True))

@@ -76,7 +76,7 @@ def test_a_taken_port_is_told_before_anything_is_installed(folder: Path):
         port = other.getsockname()[1]
         taken, free = f"127.0.0.1:{port}", "127.0.0.1:0"
         for flags, said in (
-            (["--bind", taken], f"--bind {taken}: the port is in use; another lighthouse may be"),
+            (["--bind", taken], f"--bind {taken}: the port is in use, perhaps by an earlier start"),
             (["--bind", free, "--http", taken], f"--http {taken}: the port is in use"),
         ):
             code, _, err = _run(folder, *N, *flags)
