@@ -113,8 +113,8 @@ class History:
         """Records a pharos_pb2.Report."""
         now_s, step = self._wall_clock(), m.step_of(report.step)
         quorum = self._machine.quorum
-        if quorum and report.step != m.VOID and report.step < quorum.reference[0]:
-            return  # of a group that is behind, or from before the job went back to a checkpoint
+        if report.step == m.VOID or (quorum and report.step < quorum.reference[0]):
+            return  # of a group that heals or is behind, or from before the job went back to a checkpoint
         if not self.recent_steps or step > self.recent_steps[-1][1]:
             if self.recent_steps:
                 self.last_step_s = now_s

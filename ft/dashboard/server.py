@@ -20,6 +20,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -79,8 +80,9 @@ METRICS = {
 @asynccontextmanager
 async def serve_http(
     service: LighthouseService, access: Access, at: Sequence[Endpoint], *, must: bool
-) -> AsyncIterator[int]:
-    """Serves HTTP. Yields the port; 0 if none can be opened, which is logged. `must`: raises ValueError instead."""
+) -> AsyncIterator[Endpoint | None]:
+    """Serves HTTP. Yields the first address that could be opened; None: there is none, which is logged. `must`: raises ValueError unless
+    that is the first of `at`."""
     quiet = logging.getLogger("pharos.http")
     # no stack traces of invalid requests, which are answered with 400: a client could fill the disk with them
     quiet.addFilter(lambda record: not (record.exc_info and isinstance(record.exc_info[1], HttpProcessingError)))
@@ -89,21 +91,23 @@ async def serve_http(
     await runner.setup()
     tls = access.tls.server_context() if access.tls else None
     options: dict[str, Any] = {"backlog": BACKLOG, "ssl": tls, "ssl_handshake_timeout": HANDSHAKE_S if tls else None}
-    loop, open_, port = asyncio.get_running_loop(), list[asyncio.Server](), 0
+    loop, open_ = asyncio.get_running_loop(), list[asyncio.Server]()
+    first: Endpoint | None = None
     try:
         for place in at:
             try:
                 made: Any = _Newest(runner.server)
-                open_.append(await loop.create_server(made, place.host, port or place.port, **options))
+                open_.append(await loop.create_server(made, place.host, first.port if first else place.port, **options))
             except OSError as error:
                 if must and place is at[0]:
                     raise ValueError(f"--http {place}: {error.strerror}") from None
                 log.warning("no dashboard on %s: %s", place, error.strerror)
                 continue
-            port = port or int(open_[-1].sockets[0].getsockname()[1])
-            where = f"http{'s' if tls else ''}://{Endpoint(place.host, port)}"
+            opened = Endpoint(place.host, int(open_[-1].sockets[0].getsockname()[1]))
+            first = first or opened
+            where = f"http{'s' if tls else ''}://{opened}"
             log.info("the dashboard: %s/; for programs: %s/status.json, /metrics", where, where)
-        yield port
+        yield first
     finally:
         for server in open_:
             server.close()
@@ -112,14 +116,19 @@ async def serve_http(
 
 
 class _Newest:
-    """Protocol factory that closes the oldest connection above MAX_CONNECTIONS: many idle connections of one client exclude no other."""
+    """Protocol factory that closes the oldest open connection above MAX_CONNECTIONS: idle connections of one client exclude no other."""
 
     def __init__(self, make: Any) -> None:
         self._make, self._open = make, deque[Any]()
 
     def __call__(self) -> Any:
         if len(self._open) == MAX_CONNECTIONS:
-            self._open.popleft().force_close()  # no effect if it is closed already
+            # closed ones have no transport, as have the newest, which are not set up yet
+            closed = [one for one in islice(self._open, MAX_CONNECTIONS - BACKLOG) if one.transport is None]
+            for one in closed:
+                self._open.remove(one)
+            if not closed:
+                self._open.popleft().force_close()
         self._open.append(self._make())
         return self._open[-1]
 

@@ -51,8 +51,7 @@ class View:
         history, since = self._history, self.sent_changes
         rows, old = self.rows(), self.sent_rows
         gone = [self._names.pop(i)[0] for i in old if i not in rows]
-        # sent again if the number of ranks was not known at first
-        named = [i for i in rows if i not in old or (not self._names[i][2] and self.static_info(i)[1])]
+        named = [i for i in rows if i not in old or self._is_news(i)]
         for i in named:
             key = self._names[i][0] if i in old else self._next_key
             self._next_key = max(self._next_key, key + 1)
@@ -118,11 +117,18 @@ class View:
         return rows
 
     def static_info(self, replica_id: str) -> tuple[str, int, int]:
-        """Returns a group's id as shown, its number of ranks (0: not known), and the start of its process in seconds since 1970."""
+        """Returns a group's id as shown, its number of ranks, and the start of its process in seconds since 1970; 0: not known."""
         report, peer = self._service.reports.get(replica_id), self._machine.roster.peers.get(replica_id)
         member = self._members.get(replica_id) or (peer.call.member if peer and peer.call else None)
-        born_s = time.time() - (report.wall_s if report else 0)
+        born_s = time.time() - report.wall_s if report else 0
         return clean(replica_id, NAME_TEXT), member.world_size if member else 0, int(born_s)
+
+    def _is_news(self, replica_id: str) -> bool:
+        """Returns True if static info was not known at first, as after a restart of the lighthouse, and is known now."""
+        sent = self._names[replica_id][2:]
+        return 0 in sent and any(
+            now and not was for was, now in zip(sent, self.static_info(replica_id)[1:], strict=True)
+        )
 
     def _health(self, replica_id: str, member: bool, quiet: int, late: frozenset[str]) -> tuple[int, str]:
         roster, healing = self._machine.roster, self._history.healing

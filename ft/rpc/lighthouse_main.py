@@ -54,7 +54,7 @@ async def _run(options: LighthouseOptions) -> None:
             at = [Endpoint(place.host, place.port or (0 if must else port + 1)) for place in options.http]
             page = await stack.enter_async_context(pages.serve_http(service, options.access, at, must=must))
             if page:
-                print(_address(Endpoint(at[0].host, page), options.access), flush=True)
+                print(_address(page, options.access), flush=True)
         await until_stopped(service.driver, stop)
 
 
@@ -95,7 +95,7 @@ async def serve(
         lower_limits=options.lower_limits,
         observer=observer,
     )
-    server = Server(options.access, service.routes, options.at)
+    server = Server(options.access, service.routes, options.at, on_denied=service.on_denied)
     await server.start()
     try:
         yield service, server.port

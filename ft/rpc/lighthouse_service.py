@@ -66,7 +66,7 @@ class LighthouseService:
             log.warning("--lower_limits is not given, so the job keeps its limits: %s, not %s", limits, config.limits)
         self.streams: dict[str, Outbox] = {}  # by replica_id
         self.reports: dict[str, Any] = {}  # replica_id -> newest pharos_pb2.Report of its open stream
-        self.issued = self.lost = self.refused = 0  # counts, for /metrics
+        self.issued = self.lost = self.refused = 0  # counts, for /metrics; refused: also calls without the token
         self.issued_at = 0.0  # time of the newest quorum, in seconds since 1970
         self.dashboard: DashboardListener | None = None
         self.stops = False  # True: the server stops, so the end of a stream does not mean that its group is lost
@@ -267,8 +267,11 @@ class LighthouseService:
             self._serialized[name] = reply.SerializeToString()
         return self._serialized[name]
 
-    def _refuse(self, effect: m.Refuse) -> None:
+    def on_denied(self) -> None:
         self.refused += 1
+
+    def _refuse(self, effect: m.Refuse) -> None:
+        self.refused += effect.code != "LOST"  # a lost group that returns, under a new id
         calls = self._pending.pop(effect.replica_id, [])
         for pending in calls:
             pending.fail(refused(effect.code, effect.reason))

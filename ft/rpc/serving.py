@@ -77,11 +77,18 @@ class Server(grpc.GenericRpcHandler):  # type: ignore[misc]
     hello_s = HELLO_S
 
     def __init__(
-        self, access: Access, routes: Mapping[str, Route], at: Sequence[Endpoint], *, what: str = "--bind"
+        self,
+        access: Access,
+        routes: Mapping[str, Route],
+        at: Sequence[Endpoint],
+        *,
+        what: str = "--bind",
+        on_denied: Callable[[], None] = lambda: None,
     ) -> None:
         """Binds the addresses `at`; `start` begins to serve. With port 0, all of them get the same free port, `self.port`. `routes`:
-        "/package.Service/Method" -> unary(...) or stream(...). Raises ValueError, which names `what`."""
-        self._access, self._routes = access, routes
+        "/package.Service/Method" -> unary(...) or stream(...). Raises ValueError, which names `what`. `on_denied`: called for
+        each call without the token."""
+        self._access, self._routes, self._on_denied = access, routes, on_denied
         self._handlers: dict[str, Any] = {}  # made at the first call, since `routes` may be filled after this
         self._tasks: set[asyncio.Task[Any]] = set()  # tasks of the calls in progress
         self._stops = False
@@ -122,6 +129,7 @@ class Server(grpc.GenericRpcHandler):  # type: ignore[misc]
 
     def service(self, details: Any) -> Any:
         if not self._access.permits(details.invocation_metadata):
+            self._on_denied()
             return grpc.stream_stream_rpc_method_handler(_deny)
         handler = self._handlers.get(details.method)
         if handler is None and details.method in self._routes:

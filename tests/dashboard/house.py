@@ -56,7 +56,9 @@ class House:
         access = Access(self.token)
         async with serve(LighthouseOptions(config, [Endpoint("127.0.0.1", 0)], access)) as (self.service, grpc_port):
             self.address = f"http://127.0.0.1:{grpc_port}"
-            async with serve_http(self.service, access, [Endpoint("127.0.0.1", port)], must=True) as self.port:
+            async with serve_http(self.service, access, [Endpoint("127.0.0.1", port)], must=True) as page:
+                assert page
+                self.port = page.port
                 for name, value in self._limits.items():
                     assert hasattr(self.feed, name), name
                     setattr(self.feed, name, value)
@@ -109,6 +111,7 @@ class Reader:
         self.answer = self._connection.getresponse()
         self.last_id, self.sizes = "", list[int]()
         self.names: dict[int, str] = {}
+        self.born: dict[str, int] = {}
         self.rows: dict[int, list[Any]] = {}
         self.job: dict[str, Any] = {}
         self.events: dict[int, list[Any]] = {}
@@ -141,6 +144,7 @@ class Reader:
         for key in update.get("gone", ()):
             self.names.pop(key), self.rows.pop(key)
         self.names.update({name[0]: name[1] for name in update.get("names", ())})
+        self.born.update({name[1]: name[3] for name in update.get("names", ())})
         self.rows.update({key: row for key, *row in update.get("rows", ())})
         self.events.update({event[0]: event for event in update.get("events", ())})
         self.points += update.get("points", ())

@@ -64,6 +64,15 @@ def test_a_quorum_a_death_a_return_and_its_heal():
     assert [size.members for size in job.history.sizes] == [3, 2, 3]
 
 
+def test_the_report_of_a_group_that_heals_is_no_step():
+    job = Job("a:1", "b:1")
+    job.report("a:1", m.VOID, mean_loss=2.0)
+    for step in (1000, 1001):
+        job.now_s += 1
+        job.report("b:1", step, mean_loss=2.0)
+    assert job.history.steps_per_s() == 1.0 and [point.step for point in job.history.points] == [1000, 1001]
+
+
 def test_who_leaves_is_not_lost():
     job = Job("a:1", "b:1")
     job.feed(m.Leave("b:1", clean=True, reason="done"))

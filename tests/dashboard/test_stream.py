@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
+import time
 
 import pytest
 
+from ft.dashboard.server import MAX_CONNECTIONS, serve_http
 from ft.dashboard.view import CONNECTED, HEALS, JOINS, LATE, LEFT, LOST, TRAINS
 from ft.protocol.messages import VOID
+from ft.rpc.access import Access, Endpoint
 from ft.rpc.generated import pharos_pb2
 from tests.dashboard.house import THREE, WAIT_S, Herds, Houses, Jobs
 from tests.waiting import in_time
@@ -52,6 +56,42 @@ def test_what_ranks_saw_is_on_the_timeline(job: Jobs):
         reader.until(lambda r: "loss nan at slot 5" in r.texts)
         lanes = {event[5]: event[2] for event in reader.events.values()}
         assert lanes["after step 1 the weights of rank 0 of group 2 differ"] == 3
+
+
+def test_the_age_of_a_group_is_that_of_its_report(house: Houses, herd: Herds):
+    """After a restart of the lighthouse a page is open before the groups' reports are there."""
+    one = house(min_replicas=3)
+    groups = herd(one)
+    groups.open(THREE)
+    groups.form()
+    with one.watch() as reader:
+        reader.until(lambda r: r.row("0:a"))
+        assert reader.born["0:a"] == 0
+        groups.beat()
+        reader.until(lambda r: r.born["0:a"])
+        assert reader.born["0:a"] < time.time()
+
+
+def test_a_page_stays_open_however_many_connections_come_and_go(job: Jobs):
+    one, groups = job()
+    with one.watch() as reader:
+        reader.until(lambda r: r.row("0:a"))
+        for _ in range(MAX_CONNECTIONS + 1):
+            assert one.ask("GET", "/icon.svg")[0] == 200
+        groups.beat()
+        reader.until(lambda r: r.job["step"] == groups.step)
+
+
+def test_the_address_of_the_page_is_one_that_was_opened(job: Jobs):
+    """The first one may be another program's."""
+    one, _ = job()
+
+    async def opened() -> Endpoint | None:
+        at = [Endpoint("127.0.0.1", one.port), Endpoint("127.0.0.2", one.port)]
+        async with serve_http(one.service, Access(), at, must=False) as page:
+            return page
+
+    assert asyncio.run_coroutine_threadsafe(opened(), one.loop).result(WAIT_S) == Endpoint("127.0.0.2", one.port)
 
 
 def test_who_keeps_the_others_waiting_is_named(job: Jobs):

@@ -111,6 +111,11 @@ def test_from_start_to_end_with_token_page_and_state(tmp_path: Path):
         metrics = one.get("/metrics", **token)[1]
         assert "pharos_quorum_members 1.0" in metrics and 'pharos_loss{replica="a:1"} 1.25' in metrics
         assert 'pharos_step{replica="a:1"} 3.0' in metrics, "as on the page: the step of the branch"
+        assert "pharos_refusals_total 0.0" in metrics
+        stranger = Wire(one.address, "another token")
+        assert stranger.code("/pharos.Lighthouse/Quorum", b"")[0] == "UNAUTHENTICATED"
+        assert "pharos_refusals_total 1.0" in one.get("/metrics", **token)[1]
+        stranger.close()
         stream.close()
         wire.close()
     assert one.process.stdout and one.process.stdout.read() == f"http://{one.page}\nFalse\n", "its page; no torch"

@@ -98,7 +98,7 @@ export class Groups {
     say(made.step, group.step < 0 ? "–" : whole(group.step));
     say(made.phase, state.phaseOf(group) || "–");
     say(made.quorum, group.quorum ? `#${group.quorum}` : "none");
-    say(made.age, ["lost", "left"].includes(health) ? "–" : duration(state.now() - group.born));
+    say(made.age, ["lost", "left"].includes(health) || !group.born ? "–" : duration(state.now() - group.born));
     say(made.goodput, percent(group.goodput < 0 ? null : group.goodput / 100));
     for (const order of ["drain", "kill"]) made[order].disabled = Boolean(this.#noOrder(group, order, health));
     return made;
