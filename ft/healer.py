@@ -102,11 +102,12 @@ class Healer:
 
     def _fetch(self, quorum: m.QuorumResult, into: StateView, cancelled: threading.Event) -> None:
         until_s, began_s = time.monotonic() + self._grace_s, time.monotonic()
-        names = tuple([quorum.members[source.replica_rank] for source in quorum.sources])
+        group_servers = {quorum.members[source.replica_rank]: source.address for source in quorum.sources}
+        names, logged = tuple(group_servers), ""
         wanted = {"quorum_id": quorum.quorum_id, "step": quorum.reference[0]}
         while True:
-            found = [self.find(source.address) for source in quorum.sources]
-            sources = [StateSource(name, at) for name, at in zip(names, found, strict=True) if at]
+            found = {name: self.find(address) for name, address in group_servers.items()}
+            sources = [StateSource(name, at) for name, at in found.items() if at]
             try:
                 if not sources:
                     raise HealFailed("no source reported its healing address", touched=False)
@@ -116,12 +117,16 @@ class Healer:
                 self.transport.notify_done(spared, **wanted)
                 break
             except (RuntimeError, FormatError) as error:
-                log.warning("the state of step %d has not arrived: %s", quorum.reference[0], error)
+                if str(error) != logged:
+                    logged = str(error)
+                    log.warning("the state of step %s has not arrived: %s", m.describe_step(quorum.reference[0]), error)
                 self.touched |= getattr(error, "touched", True)
                 mismatch = isinstance(error, HealFailed) and error.layout_mismatch
                 if mismatch and not cancelled.is_set():
                     self._on_layout_mismatch(str(error))
-                if mismatch or cancelled.is_set() or time.monotonic() > until_s:
+                for name in getattr(error, "gone_sources", ()):
+                    del group_servers[name]
+                if mismatch or cancelled.is_set() or not group_servers or time.monotonic() > until_s:
                     if not cancelled.is_set():
                         self.transport.notify_done(sources, **wanted)
                     return self._on_event(m.HealEnded(quorum.quorum_id, ok=False, reason=str(error)))

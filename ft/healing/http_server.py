@@ -5,6 +5,8 @@
     GET  /heal/QUORUM_ID/STEP/digests    the digests of all chunks, their digest, the validity token; for joiners with two sources
     POST /heal/QUORUM_ID/STEP/done       the joiner needs nothing more
 
+A refusal has a status and the reason. 404: not offered yet; 410: the offer, or one of these chunks, will not be available any more.
+
 Every request has `Authorization: Bearer TOKEN` if the job has a token, and `Reader: NAME`, the joiner's name, equal on all its connections;
 a request for the body also has `Lacks: FIRST-LAST`, a range with all chunks that the joiner has not verified, whichever source it will
 request them from. Chunks are a range unit of our own (RFC 9110, 14.1), so a range cannot begin inside a digest. No request has a body.
@@ -27,7 +29,8 @@ from dataclasses import dataclass
 
 from ft.healing.capture import StagingBuffer
 from ft.healing.format import DIGEST_BYTES, chunk_digest
-from ft.healing.transport import VALIDITY_TOKEN_BYTES, StateOffer, Withdrawn
+from ft.healing.transport import VALIDITY_TOKEN_BYTES, StateOffer, TooManyJoiners, Withdrawn
+from ft.protocol import messages as m
 from ft.rpc.access import Access, Endpoint
 
 MAX_CONNECTIONS = 32
@@ -208,13 +211,18 @@ class _Connection:
             if offer is None or (request.quorum_id, request.step) > (offer.quorum_id, offer.step):
                 raise BadRequest(404, "not offered yet")
             if (request.quorum_id, request.step) != (offer.quorum_id, offer.step):
-                raise BadRequest(410, f"on offer is step {offer.step} of quorum {offer.quorum_id}")
+                raise BadRequest(410, f"on offer is step {m.describe_step(offer.step)} of quorum {offer.quorum_id}")
             if request.lacks[1] >= offer.manifest.chunks:
                 raise BadRequest(416, f"there are {offer.manifest.chunks} chunks")
             offer.check()
             offer.add_joiner(request.joiner)
-        except (BadRequest, Withdrawn) as error:
-            status, text = getattr(error, "status", 410), f"{error}\n".encode()
+            if request.what == "body":
+                # in this order: a fence from here on copies what is wanted
+                offer.set_wanted(request.joiner, range(request.lacks[0], request.lacks[1] + 1))
+                offer.check(range(request.chunks[0], request.chunks[1] + 1))
+        except (BadRequest, Withdrawn, TooManyJoiners) as error:
+            status = {Withdrawn: 410, TooManyJoiners: 503}.get(type(error)) or getattr(error, "status", 400)
+            text = f"{error}\n".encode()
             with contextlib.suppress(OSError):
                 self._reply(status, len(text))
                 self._send(text)
@@ -235,7 +243,6 @@ class _Connection:
         return True
 
     def _send_body(self, offer: StateOffer, request: HealRequest) -> None:
-        offer.set_wanted(request.joiner, range(request.lacks[0], request.lacks[1] + 1))
         first, last = request.chunks
         length = offer.manifest.span(last)[1] - offer.manifest.span(first)[0] + DIGEST_BYTES * (last - first + 1)
         length += VALIDITY_TOKEN_BYTES

@@ -59,6 +59,10 @@ class HttpTransport(Transport):
         super().__init__(replica_id, config)
         self.access = access
         self._shown: StateOffer | None = None  # newest offer, even if withdrawn: joiners are told the reason
+        self._fetched = ""  # path of the newest fetch
+        self.logged: dict[
+            str, str
+        ] = {}  # source -> reason of its newest failure in these fetches: a repeated one is logged once
         self._server = HealServer(host, access, lambda: self._shown, silence_s=self.config.heal_grace_s)
         self.address = self._server.address
 
@@ -67,7 +71,10 @@ class HttpTransport(Transport):
         return self._shown
 
     def _make_fetch(self, sources: Sources, into: StateView, quorum_id: int, step: int, progress: OnBytes) -> HttpFetch:
-        return HttpFetch(self, sources, into, f"/heal/{quorum_id}/{step}", progress)
+        path = f"/heal/{quorum_id}/{step}"
+        if path != self._fetched:
+            self._fetched, self.logged = path, {}
+        return HttpFetch(self, sources, into, path, progress)
 
     def _notify_done(self, source: StateSource, quorum_id: int, step: int) -> None:
         connection = SourceConnection(self, source, f"/heal/{quorum_id}/{step}")
@@ -85,6 +92,10 @@ class SourceFailed(RuntimeError):
     """This source cannot be used any more. The message is the cause."""
 
 
+class SourceGone(SourceFailed):
+    """This source does not offer the state any more."""
+
+
 class SourceConnection:
     """A joiner's connection to a source, for one thread, except for `hang_up`. `backwards`: take stripes from the back of the state."""
 
@@ -93,14 +104,14 @@ class SourceConnection:
         self._sock: socket.socket | None = None
         self._validity_token = b""
         self.ended = ""  # reason of hang_up; "": not called
-        self.failure, self.layout_mismatch, self.damaged = "", False, 0
+        self.failure, self.layout_mismatch, self.gone, self.damaged = "", False, False, 0
         self.stripe: Sequence[int] = ()  # stripe that is being received
         self.moved_s = 0.0  # time.monotonic() at which its last chunk arrived
         self.chunk_s = 0.0  # seconds per chunk of the previous stripe; 0: there was none
 
     def connect(self, silence_s: float) -> None:
         """Connects. Raises OSError, ValueError, SourceFailed. Timeouts are the kernel's, so that one call can receive a whole chunk."""
-        at = Endpoint.parse(self.source.address, "the healing address")
+        at = Endpoint.parse(self.source.heal_address, "the healing address")
         self._sock = sock = socket.create_connection((at.host, at.port), timeout=silence_s)
         if self.ended:  # hang_up may have been called before there was a socket
             raise SourceFailed(self.ended)
@@ -127,7 +138,7 @@ class SourceConnection:
         why = self.read(min(length, 1000)).decode("ascii", "replace").strip()
         if status == 404 and what == "header":
             return -1
-        raise SourceFailed(f"{status} {why}")
+        raise (SourceGone if status == 410 else SourceFailed)(f"{status} {why}")
 
     def read(self, length: int) -> bytes:
         data = bytearray(length)
@@ -184,7 +195,7 @@ class HttpFetch:
     ) -> None:
         assert 1 <= len(sources) <= MAX_SOURCES, f"{len(sources)} sources"
         self._sources, self._into, self._config = sources, into, transport.config
-        self._min_stripe, self._progress = transport.min_stripe, progress
+        self._min_stripe, self._progress, self._logged = transport.min_stripe, progress, transport.logged
         parts = sources if len(sources) > 1 else [*sources] * self._config.heal_streams
         self._streams = [SourceConnection(transport, one, path, bool(i % 2)) for i, one in enumerate(parts)]
         both = sources if len(sources) > 1 else ()
@@ -217,7 +228,12 @@ class HttpFetch:
             return self._into.values_of(body.manifest)
         failed = {one.source.replica_id: one.failure for one in self._streams if one.failure}
         layout_mismatch = not self._stopped and all(connection.layout_mismatch for connection in self._streams)
-        raise HealFailed(self._stopped or failed, touched=self._touched, layout_mismatch=layout_mismatch)
+        raise HealFailed(
+            self._stopped or failed,
+            touched=self._touched,
+            layout_mismatch=layout_mismatch,
+            gone_sources={connection.source.replica_id for connection in self._streams if connection.gone},
+        )
 
     @property
     def _complete(self) -> bool:
@@ -246,7 +262,10 @@ class HttpFetch:
             silent = isinstance(error, BlockingIOError)
             cause = f"it was silent for {self._config.heal_grace_s:g} s" if silent else str(error)
             connection.failure, connection.layout_mismatch = connection.ended or cause, isinstance(error, FormatError)
-            log.warning("healing from %s: %s", connection.source.replica_id, connection.failure)
+            connection.gone = isinstance(error, SourceGone)
+            if self._logged.get(connection.source.replica_id) != connection.failure:
+                self._logged[connection.source.replica_id] = connection.failure
+                log.warning("healing from %s: %s", connection.source.replica_id, connection.failure)
         finally:
             connection.close()
             with self._lock:

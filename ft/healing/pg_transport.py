@@ -75,11 +75,11 @@ class PgTransport(Transport):
             self._senders.pop().end(reason)
 
     def _make_fetch(self, sources: Sources, into: StateView, quorum_id: int, step: int, progress: OnBytes) -> PgFetch:
-        prefixes = [_prefix(one.address, one.replica_id, self.replica_id, quorum_id, step) for one in sources]
+        prefixes = [_prefix(one.heal_address, one.replica_id, self.replica_id, quorum_id, step) for one in sources]
         return PgFetch(self, sources, prefixes, into, progress)
 
     def _notify_done(self, source: StateSource, quorum_id: int, step: int) -> None:
-        prefix = _prefix(source.address, source.replica_id, self.replica_id, quorum_id, step)
+        prefix = _prefix(source.heal_address, source.replica_id, self.replica_id, quorum_id, step)
         with contextlib.suppress(OSError, ValueError), contextlib.closing(StoreClient(prefix, self.done_s)) as store:
             _request(store, DONE)
 

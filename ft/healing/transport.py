@@ -19,7 +19,7 @@ import secrets
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
@@ -29,6 +29,7 @@ import torch
 
 from ft.healing.capture import StagingBuffer, StateView
 from ft.healing.format import CHUNK_BYTES, chunk_digest
+from ft.protocol import messages as m
 
 VALIDITY_TOKEN_BYTES = 16  # an offer's random token, sent last in a reply: proves that the offer was still valid
 MAX_JOINERS = 64  # joiners that have not received everything
@@ -38,16 +39,28 @@ MAX_NAMES = 4096  # joiners in all
 class HealFailed(RuntimeError):
     """The state was not received. `reason`: a string, or one for each source that failed (`failed_sources`). `touched`: some of the
     joiner's tensors may be overwritten. `layout_mismatch`: all sources offer a state with a different layout than the joiner's, so a retry
-    is useless."""
+    is useless. `gone_sources`: those of `failed_sources` that do not offer this state any more, so a retry with them is useless."""
 
-    def __init__(self, reason: str | Mapping[str, str], *, touched: bool, layout_mismatch: bool = False) -> None:
+    def __init__(
+        self,
+        reason: str | Mapping[str, str],
+        *,
+        touched: bool,
+        layout_mismatch: bool = False,
+        gone_sources: Collection[str] = (),
+    ) -> None:
         failed = {} if isinstance(reason, str) else reason
         super().__init__(reason if isinstance(reason, str) else "; ".join(f"{i}: {why}" for i, why in failed.items()))
         self.touched, self.failed_sources, self.layout_mismatch = touched, tuple(failed), layout_mismatch
+        self.gone_sources = gone_sources
 
 
 class Withdrawn(RuntimeError):
     """The offer, or this chunk of it, is not available any more; the message is the reason."""
+
+
+class TooManyJoiners(RuntimeError):
+    """This joiner must wait until others have received everything."""
 
 
 class Fenced(Enum):
@@ -70,10 +83,10 @@ class HealConfig:
 
 @dataclass(frozen=True)
 class StateSource:
-    """A rank that has the state. `address`: that of its transport (checkpoint_metadata)."""
+    """A rank that has the state. `heal_address`: that of its transport (checkpoint_metadata)."""
 
     replica_id: str
-    address: str
+    heal_address: str
 
 
 Sources = Sequence[StateSource]
@@ -91,7 +104,7 @@ class Transport(ABC):
     """Transport of one rank. `offer`, `fence` and `withdraw` are for the thread that commits; `fetch` blocks the thread that calls it."""
 
     address: str  # for joiners (checkpoint_metadata)
-    done_s = 1.0  # timeout of telling a source that this joiner needs nothing more
+    done_s = 1.0  # timeout of telling the sources that this joiner needs nothing more
 
     def __init__(self, replica_id: str, config: HealConfig | None = None) -> None:
         self.replica_id, self.config = replica_id, config or HealConfig()
@@ -123,8 +136,8 @@ class Transport(ABC):
         return values
 
     def notify_done(self, sources: Sources, *, quorum_id: int, step: int) -> None:
-        """Tells the sources that this joiner needs nothing more of their offers, so that no fence waits for it. Does not wait for a slow
-        source. `fetch` calls it when it has received everything; after a final failure the caller must. Uses new connections, as those of
+        """Tells the sources that this joiner needs nothing more of their offers, so that no fence waits for it. Waits for at most done_s.
+        `fetch` calls it when it has received everything; after a final failure the caller must. Uses new connections, as those of
         the fetch may be slow or broken. A source that is not told fences as if chunks were missing."""
         threads = [
             threading.Thread(target=self._notify_done, args=(one, quorum_id, step), name="heal-done", daemon=True)
@@ -132,8 +145,9 @@ class Transport(ABC):
         ]
         for thread in threads:
             thread.start()
+        until_s = time.monotonic() + self.done_s
         for thread in threads:
-            thread.join(self.done_s)
+            thread.join(max(0.0, until_s - time.monotonic()))
 
     @abstractmethod
     def _notify_done(self, source: StateSource, quorum_id: int, step: int) -> None:
@@ -207,19 +221,23 @@ class StateOffer:
     # -------------------------------------------------------------------------------------------- a joiner's thread
 
     def add_joiner(self, name: str) -> None:
-        """Registers a joiner. Raises Withdrawn if there are too many."""
+        """Registers a joiner. Raises TooManyJoiners."""
         with self._changed:
             if name not in self._wants:
                 receiving = sum(map(bool, self._wants.values()))
                 if receiving >= MAX_JOINERS or len(self._wants) >= MAX_NAMES:
-                    raise Withdrawn(f"{receiving} joiners already, of {len(self._wants)} in all")
-                self._wants[name] = set(range(self.manifest.chunks))
+                    raise TooManyJoiners(f"{receiving} joiners already, of {len(self._wants)} in all")
+                self._wants[name] = self._available(range(self.manifest.chunks))
 
     def set_wanted(self, name: str, chunks: Iterable[int]) -> None:
-        """Sets the chunks that this joiner still lacks, whichever source it will request them from; empty: it has verified everything."""
+        """Sets the chunks that this joiner still lacks, whichever source it will request them from; empty: it has verified everything.
+        Chunks that were not copied at a fence do not count: this source cannot send them, and no fence may wait for them."""
         with self._changed:
-            self._wants[name] = set(chunks)
+            self._wants[name] = self._available(chunks)
             self._changed.notify_all()
+
+    def _available(self, chunks: Iterable[int]) -> set[int]:
+        return set(chunks) if self.aside is None else self.aside.keys() & chunks
 
     def sent(self, name: str, chunks: Iterable[int]) -> None:
         with self._changed:
@@ -250,7 +268,7 @@ class StateOffer:
         if self.aside is None:
             return self.body.read(chunk, staging, at)
         if (memory := self.aside.get(chunk)) is None:
-            raise Withdrawn(f"the source has committed after step {self.step}, and chunk {chunk} was not wanted then")
+            raise self._gone(chunk)
         place = staging.view[at * CHUNK_BYTES : at * CHUNK_BYTES + len(memory)]
         place[:] = memory
         return place
@@ -264,10 +282,16 @@ class StateOffer:
         with self._changed:
             return not self.withdrawn_reason and not self._unsent()
 
-    def check(self) -> None:
-        """Raises Withdrawn if the offer is withdrawn."""
+    def check(self, chunks: Iterable[int] = ()) -> None:
+        """Raises Withdrawn if the offer is withdrawn, or if one of these chunks is not available after a fence."""
         if self.withdrawn_reason:
             raise Withdrawn(self.withdrawn_reason)
+        if missing := set(chunks) - self._available(chunks):
+            raise self._gone(min(missing))
+
+    def _gone(self, chunk: int) -> Withdrawn:
+        after = m.describe_step(self.step)
+        return Withdrawn(f"the source has committed after step {after}, and chunk {chunk} was not wanted then")
 
     # -------------------------------------------------------------------------------------------- the source's thread
 

@@ -221,10 +221,12 @@ def part(replica_id: str, replica_rank: int, **more: Any) -> m.QuorumResult:
     return m.QuorumResult(3, "", replica_id, replica_rank, ("a:1", "b:1"), "", (7, 2, ""), **{**nobody, **more})
 
 
-@pytest.mark.parametrize(("mismatch", "grace_s"), [(True, 600.0), (False, 0.0)])
-def test_a_heal_that_failed_for_good_is_told_to_its_sources(mismatch: bool, grace_s: float):
+@pytest.mark.parametrize(
+    ("mismatch", "gone", "grace_s"), [(True, (), 600.0), (False, ("a:1",), 600.0), (False, (), 0.0)]
+)
+def test_a_heal_that_failed_for_good_is_told_to_its_sources(mismatch: bool, gone: tuple[str, ...], grace_s: float):
     """When its time is over, or at once where no other try would do."""
-    transport = Fetches(HealFailed("another layout", touched=False, layout_mismatch=mismatch))
+    transport = Fetches(HealFailed("another layout", touched=False, layout_mismatch=mismatch, gone_sources=gone))
     ended, said = Queue[m.Event](), list[str]()
     healer = Healer(
         StateRegistry(),

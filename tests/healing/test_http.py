@@ -18,7 +18,7 @@ import torch
 from ft.healing.format import CHUNK_BYTES
 from ft.healing.http_server import MAX_CONNECTIONS, HealServer
 from ft.healing.http_transport import HttpTransport
-from ft.healing.transport import MAX_JOINERS, Fenced, HealConfig, HealFailed, StateOffer, StateSource, Withdrawn
+from ft.healing.transport import MAX_JOINERS, Fenced, HealConfig, HealFailed, StateOffer, StateSource, TooManyJoiners
 from ft.rpc.access import Access
 from tests.healing.http_world import MIB, QUICK, TOKEN, World, commit, heal
 from tests.healing.proxy import as_it_is, cut, flip, hold
@@ -250,6 +250,21 @@ def test_a_commit_copies_aside_what_is_unsent(world: World, caplog: pytest.LogCa
     assert equal(joiner.loaded["model"], before) and "damaged" not in caplog.text
 
 
+def test_what_a_commit_has_not_copied_is_gone_for_good(world: World):
+    """A joiner that begins anew is told so at once, and no later commit waits for what it still lacks."""
+    config = HealConfig(heal_streams=1, heal_copy_bytes=35 * MIB, heal_grace_s=600.0)
+    _, _, source, gate, healing = half_way(world, config)
+    assert source.fence() is Fenced.COPIED
+    with pytest.raises(
+        HealFailed, match="410 the source has committed after step 7, and chunk 0 was not wanted"
+    ) as failed:
+        heal(world.transport("j"), large(2, chunks=40), source)
+    assert failed.value.gone_sources == {"source-0"}
+    assert source.fence() is Fenced.COPIED
+    gate.set()
+    healing.result(60)
+
+
 def test_a_commit_while_several_streams_are_served(world: World):
     """Each connection has a lock of its own; the fence holds them all while it copies."""
     group, joiner = large(1), large(2)
@@ -398,7 +413,7 @@ def test_a_reader_that_is_done_makes_room_for_another():
         offer.set_wanted(f"done-{number}", ())
     for number in range(MAX_JOINERS):
         offer.add_joiner(f"reads-{number}")
-    with pytest.raises(Withdrawn, match="64 joiners already"):
+    with pytest.raises(TooManyJoiners, match="64 joiners already"):
         offer.add_joiner("one-too-many")
     offer.set_wanted("reads-0", ())
     offer.add_joiner("one-too-many")
