@@ -168,7 +168,7 @@ class GroupService:
         lighthouse: str,
         access: Access,
         end: Callable[[str], None],
-        wire: type[LighthouseConnection] = PharosConnection,
+        connection_class: type[LighthouseConnection] = PharosConnection,
     ) -> None:
         self.config, self._end = config, end
         self.processes: dict[int, Process] = {}  # group_rank -> trainer process, if on this host
@@ -196,7 +196,7 @@ class GroupService:
         }
         self.driver = Driver(self.machine, handlers, tick_s=TICK_S)
         self._tasks: set[asyncio.Task[Any]] = set()
-        self.link = wire(lighthouse, access, self.on_lighthouse_event, self.spawn, self.on_operator_order)
+        self.link = connection_class(lighthouse, access, self.on_lighthouse_event, self.spawn, self.on_operator_order)
         self.routes = {
             "/pharos.Group/Quorum": unary(self._on_quorum),
             "/pharos.Group/CastVote": unary(self._on_vote),
@@ -440,8 +440,8 @@ async def run(settings: Settings, parent: asyncio.Future[None], say: Callable[[s
     address = f"http://{Endpoint(host, server.port)}"
     identity = settings.replica_id, settings.world_size, address, settings.store_address
     config = GroupConfig(*identity, settings.times, settings.retries, max_active_groups=settings.max_active_groups)
-    wire = PharosConnection if settings.wire == "pharos" else TorchftConnection
-    service = GroupService(config, settings.lighthouse, access, end, wire=wire)
+    connection_class = PharosConnection if settings.wire == "pharos" else TorchftConnection
+    service = GroupService(config, settings.lighthouse, access, end, connection_class)
     torchft = TorchftGroup(
         config, settings.lighthouse, access, kill=service.end, metadata=service.metadata_of, spawn=service.spawn
     )

@@ -1,7 +1,7 @@
 """The lighthouse's state file: one JSON file, replaced atomically, from which a restarted lighthouse continues.
 
-Quorum ids never repeat: a new id is on disk before its quorum is answered. A quorum that keeps its id is written within a second; if that
-write is lost, only the newest settled step is lost, which members report.
+Quorum ids never repeat: a new id, or the reservation that covers it, is on disk before its quorum is answered. A quorum that keeps its id
+is written within a second; if that write is lost, only the newest settled step is lost, which members report.
 
 A disk that is full, read-only or slow stops no job: the file reserves RESERVED ids above its last_id, whose quorums need no write, and a
 restart begins after them (`reserved`). A lighthouse that restarts while the disk still fails answers no new quorum until it can write.
