@@ -221,7 +221,7 @@ class _Connection:
                 offer.set_wanted(request.joiner, range(request.lacks[0], request.lacks[1] + 1))
                 offer.check(range(request.chunks[0], request.chunks[1] + 1))
         except (BadRequest, Withdrawn, TooManyJoiners) as error:
-            status = {Withdrawn: 410, TooManyJoiners: 503}.get(type(error)) or getattr(error, "status", 400)
+            status = error.status if isinstance(error, BadRequest) else 410 if isinstance(error, Withdrawn) else 503
             text = f"{error}\n".encode()
             with contextlib.suppress(OSError):
                 self._reply(status, len(text))
