@@ -14,9 +14,9 @@ import grpc
 import pytest
 
 from ft.protocol import messages as m
-from ft.rpc import lighthouse_flags, lighthouse_main, state_file
+from ft.rpc import codec, lighthouse_flags, lighthouse_main, state_file
 from tests.rpc.test_abuse import Running
-from tests.rpc.wire import TOKEN, Stream, Wire, quorum_of
+from tests.rpc.wire import TOKEN, WAIT_S, Stream, Wire, quorum_of, refused
 
 N = ["--min_replicas", "1"]
 
@@ -114,7 +114,9 @@ def test_from_start_to_end_with_token_page_and_state(tmp_path: Path):
         assert "pharos_refusals_total 0.0" in metrics
         stranger = Wire(one.address, "another token")
         assert stranger.code("/pharos.Lighthouse/Quorum", b"")[0] == "UNAUTHENTICATED"
-        assert "pharos_refusals_total 1.0" in one.get("/metrics", **token)[1]
+        wire.send("/pharos.Lighthouse/Leave", codec.to_message(m.Leave("a:1", reason="gone")).SerializeToString())
+        assert refused(lambda: wire.pharos(m.Call(m.Member("a:1"))).result(WAIT_S))[0] == "ABORTED"
+        assert "pharos_refusals_total 1.0" in one.get("/metrics", **token)[1], "who returns after a loss is no stranger"
         stranger.close()
         stream.close()
         wire.close()
