@@ -72,13 +72,14 @@ _OWN = ("fault_tolerance.interface", "fault_tolerance.slots_per_step")
 def to_toml(config: RunConfig) -> str:
     """Returns every setting, also defaults, as TOML that loads as an equal RunConfig. Lists of tables are inline."""
     tables = dict[str, str]()
-    for key, text in _texts(_tables(config)):
+    for key, text in _texts(as_tables(config)):
         table, _, name = key.rpartition(".")
         tables[table] = tables.get(table, f"[{table}]\n") + f"{name} = {text}\n"
     return "\n".join(tables.values())
 
 
-def _tables(config: RunConfig) -> dict[str, dict[str, Any]]:
+def as_tables(config: RunConfig) -> dict[str, dict[str, Any]]:
+    """Returns every setting as plain values, by section and key."""
     tables = {name: asdict(getattr(config, name)) for name in section_types(type(config))}
     for span in tables["training"]["skip"]:
         if not span["source"]:
@@ -107,7 +108,7 @@ def what_groups_share(config: RunConfig) -> tuple[tuple[str, str], ...]:
     """Returns the settings that must be equal in all replica groups: keys with digests of their values, ("optimizer.lr", "9f86d081...")."""
     return tuple(
         (key, hashlib.sha256(text.encode()).hexdigest()[:16])
-        for key, text in _texts(_tables(config))
+        for key, text in _texts(as_tables(config))
         if _matters(key, config) or key in _MAY_CHANGE or (key.startswith(_LAYOUT) and key not in _OWN)
     )
 
@@ -149,7 +150,7 @@ def _may_be_allowed(key: str) -> bool:
 
 
 def _check_allowed(config: RunConfig) -> None:
-    keys = [key for key, _ in _texts(_tables(config))]
+    keys = [key for key, _ in _texts(as_tables(config))]
     for key in config.resume.keys:
         if key not in keys or not _may_be_allowed(key):
             legal = [each for each in keys if _may_be_allowed(each)]
@@ -165,9 +166,9 @@ def _differences(
     config: RunConfig, before: Mapping[str, Any], world_size: int | None
 ) -> Iterator[tuple[str, str, str]]:
     """Yields (key, saved, now) of every difference that matters. A key that the saved file lacks, added since, counts as its default."""
-    saved, now = dict(_texts(before)), dict(_texts(_tables(config)))
+    saved, now = dict(_texts(before)), dict(_texts(as_tables(config)))
     other_model = saved.get("model.name", now["model.name"]) != now["model.name"]
-    old = {**dict(_texts(_tables(type(config)(model=type(config.model)())))), **saved}
+    old = {**dict(_texts(as_tables(type(config)(model=type(config.model)())))), **saved}
     batch = int(old[BATCH])
     if config.training.global_batch_size == -1 and batch != -1:  # -1 is saved as resolved; the local size may change
         for key in (BATCH, "training.local_batch_size"):

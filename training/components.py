@@ -6,7 +6,6 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import asdict
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -18,7 +17,7 @@ import torch.distributed as dist
 
 from configs.check import gradient_device_type
 from configs.load import FILE_NAME
-from configs.saved import save, to_toml, what_groups_share
+from configs.saved import as_tables, save, to_toml, what_groups_share
 from configs.schema import RunConfig
 from ft.agreement import Agreement
 from ft.config import Environment, group_folder
@@ -231,7 +230,8 @@ class Components:
             folder,
             tensorboard_folder=metrics.save_tb_folder if metrics.enable_tensorboard else "",
             wandb=metrics.enable_wandb,
-            settings=asdict(config),
+            settings=as_tables(config),
+            report=self.report_storage,
         )
         writer = MetricsWriter(folder, lambda: self.manager.writer_quorum, sinks, self.background_writer, shared=shared)
         if shared:

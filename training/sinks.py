@@ -59,7 +59,7 @@ class JsonlSink(AppendedFile):
 
 
 class Sinks:
-    """The open sinks of a run, on one rank. Methods raise OSError; a `write` that raised has written nothing."""
+    """The open sinks of a run, on one rank. Methods raise OSError; a `write` that raised has written nothing to that sink."""
 
     def __init__(
         self,
@@ -69,10 +69,11 @@ class Sinks:
         tensorboard_folder: str = "",
         wandb: bool = False,
         settings: Mapping[str, Any] | None = None,
+        report: Callable[[str], None] = lambda message: None,
     ) -> None:
         """Removes rows after `resumed_step` (None: all rows, for a new run) and opens the sinks. A callable `resumed_step` is called while
         the files are locked, so that they do not change before the truncation; if it raises, they stay unchanged. `tensorboard_folder`:
-        relative to the run's folder; "": none. `settings`: the config as plain values, for W&B."""
+        relative to the run's folder; "": none. `settings`: the config as plain values, for W&B. `report`: reports that W&B fails."""
         run_folder.mkdir(parents=True, exist_ok=True)
         self._charts, locked = list[TensorBoardSink | WandbSink](), list[JsonlSink]()
         with ExitStack() as locks, ExitStack() as opened:
@@ -88,7 +89,9 @@ class Sinks:
                 tensorboard = TensorBoardSink(run_folder / tensorboard_folder, resumed_step=resumed)
                 self._charts.append(opened.enter_context(closing(tensorboard)))
             if wandb:
-                self._charts.append(WandbSink(run_folder, fresh=resumed is None, settings=settings or {}))
+                self._charts.append(
+                    WandbSink(run_folder, fresh=resumed is None, settings=settings or {}, report=report)
+                )
             opened.pop_all()
         self._files = dict(zip(("metrics", "samples"), files, strict=True))
 
@@ -160,24 +163,46 @@ class TensorBoardSink:
 
 class WandbSink:
     """Scalars in Weights & Biases. The W&B id is stored in the run's folder, so that a resumed run continues there. W&B removes no
-    data: after a resume, repeated steps appear twice. Project and account: WANDB_PROJECT, WANDB_MODE, `wandb login`."""
+    data: after a resume, repeated steps appear twice. Project and account: WANDB_PROJECT, WANDB_MODE, `wandb login`. Methods raise
+    nothing: after a failure (no login, no network), which is reported once, no charts are sent until the sinks are opened again."""
 
-    def __init__(self, run_folder: Path, *, fresh: bool, settings: Mapping[str, Any]) -> None:
-        wandb = importlib.import_module("wandb")  # an optional package, not needed for type checks
-        id_file = run_folder / "wandb-id"
-        if fresh or not id_file.exists():
-            id_file.write_text(uuid.uuid4().hex, encoding="ascii")
-        run_id = id_file.read_text(encoding="ascii").strip()
-        self._run = wandb.init(
-            name=run_folder.name, id=run_id, resume="allow", dir=str(run_folder), config=dict(settings)
-        )
-        self._run.define_metric("*", step_metric="step")
+    def __init__(
+        self, run_folder: Path, *, fresh: bool, settings: Mapping[str, Any], report: Callable[[str], None]
+    ) -> None:
+        self._report = report
+        self._run: Any = None  # of the package, while it works
+        with self._failures_reported():
+            wandb = importlib.import_module("wandb")  # an optional package, not needed for type checks
+            id_file = run_folder / "wandb-id"
+            if fresh or not id_file.exists():
+                id_file.write_text(uuid.uuid4().hex, encoding="ascii")
+            run_id = id_file.read_text(encoding="ascii").strip()
+            run = wandb.init(
+                name=run_folder.name, id=run_id, resume="allow", dir=str(run_folder), config=dict(settings)
+            )
+            run.define_metric("*", step_metric="step")
+            self._run = run
 
     def write(self, step: int, scalars: Mapping[str, Any]) -> None:
-        self._run.log({"step": step, **scalars})
+        if self._run is not None:
+            with self._failures_reported():
+                self._run.log({"step": step, **scalars})
 
     def close(self) -> None:
-        self._run.finish()
+        if self._run is not None:
+            with self._failures_reported():
+                self._run.finish()
+
+    @contextmanager
+    def _failures_reported(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:  # noqa: BLE001 (the package can raise anything, and the record must not wait for it)
+            self._run = None
+            cause = f"{type(error).__name__}: {error}"
+            self._report(
+                f"Weights & Biases gets no more charts of this launch: {cause}; the run's folder has the record"
+            )
 
 
 def last_rows(path: Path, *, since: int, until: int) -> list[dict[str, Any]]:

@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 
+from configs.saved import as_tables
+from configs.schema import RunConfig
 from tests.unit.fakes import set_package
 from training.sinks import JsonlSink, Sinks, TensorBoardSink
 
@@ -153,18 +155,34 @@ def test_wandb_continues_its_run_after_a_resume(tmp_path: Path, monkeypatch: pyt
             calls.append(("finish",))
 
     def init(**kwargs: Any) -> FakeRun:
+        json.dumps(kwargs["config"])  # as the package does
         calls.append(("init", kwargs))
         return FakeRun()
 
     set_package(monkeypatch, "wandb", {"init": init})
-    folder = tmp_path / "llama"
+    folder, settings = tmp_path / "llama", as_tables(RunConfig())
     for resumed_step in (None, 5, None):
-        sinks = Sinks(folder, wandb=True, resumed_step=resumed_step, settings={"optimizer": {"lr": 1e-3}})
+        sinks = Sinks(folder, wandb=True, resumed_step=resumed_step, settings=settings)
         sinks.write("charts", 6, {TAG: 1.0})
         sinks.close()
     starts = [call[1] for call in calls if call[0] == "init"]
     assert starts[0]["id"] == starts[1]["id"] != starts[2]["id"]
-    assert starts[0]["name"] == "llama" and starts[0]["config"] == {"optimizer": {"lr": 1e-3}}
+    assert starts[0]["name"] == "llama" and starts[0]["config"]["optimizer"]["lr"] == RunConfig().optimizer.lr
     assert calls[1:4] == [
         ("define_metric", ("*",), {"step_metric": "step"}), ("log", {"step": 6, TAG: 1.0}), ("finish",)
     ]  # fmt: skip
+
+
+def test_wandb_that_fails_is_told_once_and_holds_up_no_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def init(**kwargs: Any) -> None:
+        raise RuntimeError("api_key not configured")
+
+    set_package(monkeypatch, "wandb", {"init": init})
+    told: list[str] = []
+    sinks = Sinks(tmp_path, wandb=True, tensorboard_folder="tb", report=told.append)
+    write(sinks, 1, 2)
+    sinks.close()
+    assert [row["step"] for row in rows(tmp_path)] == [1, 2] and events(tmp_path / "tb") == [(1, 1.0), (2, 1.0)]
+    assert told == [
+        "Weights & Biases gets no more charts of this launch: RuntimeError: api_key not configured; the run's folder has the record"
+    ]
