@@ -128,7 +128,7 @@ def group_process(name: str, lighthouse: str, folder: Path, talk: Any) -> None:
                 relay = MetricsWriter(
                     folder,
                     lambda: manager.writer_quorum,
-                    lambda first: Sinks(folder, resumed_step=first),
+                    lambda first: Sinks(folder, kept_step=first),
                     background_writer,
                 )
                 cleanup.enter_context(closing(relay))

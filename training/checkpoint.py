@@ -26,7 +26,7 @@ from ft.seam import from_checkpoint
 from training import checkpoint_files as files
 from training.checkpoint_files import (
     EMA_STATE,
-    METRICS_STATE,
+    ROWS_STATE,
     SPIKES_STATE,
     CheckpointFailed,
     Damaged,
@@ -644,7 +644,7 @@ class Checkpointer:
             raise ValueError(f"{setting}: has only the weights; nearest: checkpoint.initial_load_model_only = true")
         names = ["model"]
         if not config.initial_load_model_only:
-            names = [name for name in self._states if name != METRICS_STATE]  # metrics of the other run
+            names = [name for name in self._states if name != ROWS_STATE]  # metrics of the other run
         if problem := self._restore(path, found, names, initial=setting):
             raise CheckpointFailed(f"{setting}: damaged: {problem}")
         return found.step if isinstance(found, Manifest) and not config.initial_load_model_only else None

@@ -42,13 +42,13 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from training.checkpoint_files import EMA_STATE, METRICS_STATE, SPIKES_STATE, Digest, FileRecord
+from training.checkpoint_files import EMA_STATE, ROWS_STATE, SPIKES_STATE, Digest, FileRecord
 
 States = dict[str, dict[str, Any]]
 
 _OPTIONAL = (
     "optimizer.param_groups.",
-    f"{METRICS_STATE}.",
+    f"{ROWS_STATE}.",
     f"{SPIKES_STATE}.",
     f"{EMA_STATE}.",
 )  # may be missing in the run or in the checkpoint

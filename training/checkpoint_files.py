@@ -31,9 +31,11 @@ import numpy as np
 from training.appended import sync_path
 
 MANIFEST = "manifest.json"
-METRICS_STATE = "figures"  # key of the state of metrics_writer.py, saved only with replica groups
-SPIKES_STATE = "spikes"  # key of the state of spikes.py, saved only with on_spike other than stop, or a spike_window
-EMA_STATE = "ema"  # key of the state of ema.py, saved only with optimizer.ema_decay
+# keys of states in a checkpoint
+TOKENS_STATE = "meter"  # of metrics.py: valid tokens so far
+ROWS_STATE = "figures"  # of metrics_writer.py: the newest rows, saved only with replica groups
+SPIKES_STATE = "spikes"  # of spikes.py, saved only with on_spike other than stop, or a spike_window
+EMA_STATE = "ema"  # of ema.py, saved only with optimizer.ema_decay
 FORMAT = 1  # of the manifest; other numbers are rejected
 SEGMENT_BYTES = 64 << 20  # bytes per digest: small enough to divide among ranks and to locate damage
 _HASHED_BYTES = 256 << 10  # bytes hashed at a time: fits the second-level cache between write and digest

@@ -30,7 +30,7 @@ from parallelisms.parallelize import parallelize
 from training.appended import RunLock
 from training.background_writer import BackgroundWriter, Events
 from training.checkpoint import (
-    METRICS_STATE,
+    ROWS_STATE,
     Checkpointer,
     ModelState,
     OptimizerState,
@@ -38,7 +38,7 @@ from training.checkpoint import (
     plain_name,
     progress_in,
 )
-from training.checkpoint_files import EMA_STATE, SPIKES_STATE
+from training.checkpoint_files import EMA_STATE, SPIKES_STATE, TOKENS_STATE
 from training.data.dataset import open_data
 from training.data.loader import LocalBatchSampler
 from training.drill import FaultInjector
@@ -215,8 +215,8 @@ class Components:
         states: dict[str, Stateful] = {
             **self.weights(),
             "optimizer": OptimizerState(self.model.parts, self.optimizer),
-            "ledger": self.manager,  # step, commit ids and data ledger; the key is part of the checkpoint format
-            "meter": self.metrics_processor,  # valid tokens so far; this key, too, is part of the checkpoint format
+            "ledger": self.manager,  # step, commit ids and data ledger; the keys are part of the checkpoint format
+            TOKENS_STATE: self.metrics_processor,
             "data": self.data,
             "loader": self.loader,
         }
@@ -235,12 +235,12 @@ class Components:
         )
         writer = MetricsWriter(folder, lambda: self.manager.writer_quorum, sinks, self.background_writer, shared=shared)
         if shared:
-            states[METRICS_STATE] = writer
-        more = [name for name in (EMA_STATE, SPIKES_STATE, METRICS_STATE) if name in states]
-        for name in (*self.HEALED_STATES, "meter", "data", *more):
+            states[ROWS_STATE] = writer
+        more = [name for name in (EMA_STATE, SPIKES_STATE, ROWS_STATE) if name in states]
+        for name in (*self.HEALED_STATES, TOKENS_STATE, "data", *more):
             self.manager.register_state(name, states[name].state_dict, states[name].load_state_dict)
         # only rank 0 has rows; DCP saves one of several entries with the same name, which could be an empty one
-        checkpointed = {name: state for name, state in states.items() if is_rank0 or name != METRICS_STATE}
+        checkpointed = {name: state for name, state in states.items() if is_rank0 or name != ROWS_STATE}
         lease = WriterLease(folder, lambda: self.manager.writer_quorum) if shared else None
         rows = [METRICS, SAMPLES, f"{Path(metrics.save_tb_folder)}/*"]
         self.checkpointer = self.cleanup.enter_context(
@@ -285,7 +285,7 @@ class Components:
                 self.log.info(text, newest)
         if is_rank0:
             self.announce_changes()
-            self.metrics_processor.sink = self.cleanup.enter_context(closing(writer))
+            self.metrics_processor.writer = self.cleanup.enter_context(closing(writer))
 
     def begin_record(self) -> None:
         """Prepares the first row of samples.jsonl if this run continues the data of another run's checkpoint."""

@@ -55,7 +55,7 @@ class MetricsConfig:
 
 
 class MetricsProcessor:
-    """Turns committed steps into log lines, rows of metrics and chart points. Every rank has one, for the checkpoint; one rank sets `sink`.
+    """Turns committed steps into log lines, rows of metrics and chart points. Every rank has one, for the checkpoint; one has a `writer`.
     The first step begins at construction or load_state_dict. A step's seconds exclude progress.LONG_PHASES."""
 
     def __init__(
@@ -73,7 +73,7 @@ class MetricsProcessor:
         """`steps`: the run's last step. `world_size`: devices of this group. `flops_per_token`: of the model."""
         self.tokens = 0  # valid tokens since step 0, over all launches and ranks
         self._config, self._log, self._progress = config, log, progress
-        self.sink: MetricsWriter | None = None  # training/components.py sets it on global rank 0
+        self.writer: MetricsWriter | None = None  # training/components.py sets it on global rank 0
         self._steps, self._world_size, self._flops_per_token = steps, world_size, flops_per_token
         self._wall_clock = wall_clock
         self._memory = Memory(device)
@@ -303,8 +303,8 @@ class MetricsProcessor:
         self._write("metrics", step, {**scalars, "time": self._wall_clock()})
 
     def _write(self, kind: Kind, step: int, scalars: Mapping[str, Any]) -> None:
-        if self.sink is not None:
-            self.sink.write(kind, step, scalars)
+        if self.writer is not None:
+            self.writer.write(kind, step, scalars)
 
 
 class Memory:

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 
 from training.background_writer import CLOSE_S, KEPT_BYTES, KEPT_S, BackgroundWriter
 from training.progress import Clock
-from training.sinks import METRICS, SAMPLES, Kind, ResumedStep, Sinks, last_rows
+from training.sinks import METRICS, SAMPLES, KeptStep, Kind, Sinks, last_rows
 from training.writer_lease import Quorum, acquire, is_superseded
 
 ROWS_KEPT = 100  # at least; each quorum names the writer, so only the last few steps can be missing in the files
@@ -57,14 +57,14 @@ class _KeptRow(NamedTuple):
 
 
 class MetricsWriter:
-    """Accepts the rows of a MetricsProcessor. `open_sinks(resumed_step)`: opens a sinks.Sinks in `folder`. `writer_quorum`: returns the
+    """Accepts the rows of a MetricsProcessor. `open_sinks(kept_step)`: opens a sinks.Sinks in `folder`. `writer_quorum`: returns the
     quorum in which this group is the writer at present. `shared`: other groups write into the same folder, one at a time."""
 
     def __init__(
         self,
         folder: Path,
         writer_quorum: Callable[[], Quorum | None],
-        open_sinks: Callable[[ResumedStep], Sinks],
+        open_sinks: Callable[[KeptStep], Sinks],
         background_writer: BackgroundWriter,
         *,
         shared: bool = True,
@@ -223,7 +223,7 @@ class MetricsWriter:
             known = [kept.row for kept in self.kept if kept.number <= last]
         first = step
 
-        def resumed_step() -> int | None:
+        def kept_step() -> int | None:
             nonlocal first  # the files are locked: a newer writer truncates them after this
             if self._shared and is_superseded(self._folder, quorum):
                 raise _Superseded
@@ -231,7 +231,7 @@ class MetricsWriter:
             first = min(row.step for row in known if row.step >= step or not is_written(row))
             return first - 1 or None
 
-        self.sinks = self._open_sinks(resumed_step)
+        self.sinks = self._open_sinks(kept_step)
         return [row for row in known if row.step >= first]
 
     def _make_written_test(self, since: int, until: int) -> Callable[[Row], bool]:

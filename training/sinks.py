@@ -29,7 +29,7 @@ BEHIND = 32  # preceding lines whose steps a line is compared with
 # metrics: every step, with the keys of metrics.jsonl; charts: logging steps, with TensorBoard's tags; samples: the training data of every
 # step, with the keys of samples.jsonl.
 Kind = Literal["metrics", "charts", "samples"]
-ResumedStep = Callable[[], int | None]  # returns the last step whose rows are kept; None: no rows are kept
+KeptStep = Callable[[], int | None]  # returns the last step whose rows are kept; None: no rows are kept
 
 
 class JsonlSink(AppendedFile):
@@ -64,14 +64,14 @@ class Sinks:
     def __init__(
         self,
         run_folder: Path,
-        resumed_step: ResumedStep | int | None = None,
+        kept_step: KeptStep | int | None = None,
         *,
         tensorboard_folder: str = "",
         wandb: bool = False,
         settings: Mapping[str, Any] | None = None,
         report: Callable[[str], None] = lambda message: None,
     ) -> None:
-        """Removes rows after `resumed_step` (None: all rows, for a new run) and opens the sinks. A callable `resumed_step` is called while
+        """Removes rows after `kept_step` (None: all rows, for a new run) and opens the sinks. A callable `kept_step` is called while
         the files are locked, so that they do not change before the truncation; if it raises, they stay unchanged. `tensorboard_folder`:
         relative to the run's folder; "": none. `settings`: the config as plain values, for W&B. `report`: reports that W&B fails."""
         run_folder.mkdir(parents=True, exist_ok=True)
@@ -82,11 +82,11 @@ class Sinks:
                 with suppress(BlockingIOError):
                     if locks.enter_context(file.locked()):
                         locked.append(file)
-            resumed = resumed_step() if callable(resumed_step) else resumed_step
+            resumed = kept_step() if callable(kept_step) else kept_step
             for file in files:
                 file.truncate_after(-1 if resumed is None else resumed, is_locked=file in locked)
             if tensorboard_folder:
-                tensorboard = TensorBoardSink(run_folder / tensorboard_folder, resumed_step=resumed)
+                tensorboard = TensorBoardSink(run_folder / tensorboard_folder, kept_step=resumed)
                 self._charts.append(opened.enter_context(closing(tensorboard)))
             if wandb:
                 self._charts.append(
@@ -120,10 +120,10 @@ class Sinks:
 
 
 class TensorBoardSink:
-    """Scalars in one event file per launch. TensorBoard ignores what earlier files have after `resumed_step`
+    """Scalars in one event file per launch. TensorBoard ignores what earlier files have after `kept_step`
     (tensorboard/backend/event_processing/event_accumulator.py, _Purge); None: a new run, which removes those files."""
 
-    def __init__(self, folder: Path, *, resumed_step: int | None = None) -> None:
+    def __init__(self, folder: Path, *, kept_step: int | None = None) -> None:
         # Imported here, since other ranks do not need these 0.2 s.
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog  # type: ignore[import-untyped]
         from tensorboard.compat.proto.summary_pb2 import Summary  # type: ignore[import-untyped]
@@ -135,15 +135,15 @@ class TensorBoardSink:
         for path in sorted(folder.glob(f"{EVENTS}*")):
             # TensorBoard reads files in the order of their names; a different host's clock, or a launch in the same second, may be ahead.
             at_s = max(at_s, 1 + int(path.name.removeprefix(EVENTS).split(".")[0]))
-            if resumed_step is None:
+            if kept_step is None:
                 path.unlink()
         self._file = AppendedFile(folder / f"{EVENTS}{at_s:010d}.{socket.gethostname()}.{os.getpid()}.0")
         self._records = RecordWriter(SimpleNamespace(write=self._file.append))  # TensorFlow's record format
         try:
             self._add(Event(wall_time=time.time(), file_version="brain.Event:2"))
-            if resumed_step is not None:
+            if kept_step is not None:
                 restart = SessionLog(status=SessionLog.START)
-                self._add(Event(wall_time=time.time(), step=resumed_step + 1, session_log=restart))
+                self._add(Event(wall_time=time.time(), step=kept_step + 1, session_log=restart))
         except OSError:
             self._file.close()
             with suppress(OSError):

@@ -21,7 +21,7 @@ from tests.multiproc.pool import Pool
 from tests.unit.checkpoint_job import Ledger, Trains, flip_a_bit, steps_in
 from tests.unit.fakes import Lines
 from training.checkpoint import (
-    METRICS_STATE,
+    ROWS_STATE,
     CheckpointConfig,
     Checkpointer,
     CheckpointFailed,
@@ -187,7 +187,7 @@ def rows_of_rank0(folder: Path, saved: str) -> str:
     states: dict[str, Any] = {"model": ModelState([Stages(range(rank, rank + 1))])}
     if rank == 0:
         rows.rows = saved
-        states[METRICS_STATE] = rows
+        states[ROWS_STATE] = rows
     checkpointer = Checkpointer(CheckpointConfig(), folder, states, log=Lines())
     if saved:
         checkpointer.save(3)

@@ -32,7 +32,7 @@ from tests.sim.baton import Baton, Condition, Disk, Outage, Process, Threading
 from tests.unit.fakes import Lines
 from training import appended, background_writer, checkpoint, checkpoint_dcp, checkpoint_files, sinks
 from training.background_writer import BackgroundWriter
-from training.checkpoint import METRICS_STATE, RETRY_S, CheckpointConfig, Checkpointer, CheckpointFailed
+from training.checkpoint import RETRY_S, ROWS_STATE, CheckpointConfig, Checkpointer, CheckpointFailed
 from training.metrics_writer import SYNC_S, MetricsWriter
 from training.progress import Progress
 from training.saver import GRACE_S, PAUSE_S, Saver
@@ -345,7 +345,7 @@ class Trainer(train.Run):
         self.relay = MetricsWriter(
             group.folder,
             writes,
-            lambda step: sinks.Sinks(group.folder, resumed_step=step),
+            lambda step: sinks.Sinks(group.folder, kept_step=step),
             self.background_writer,
             clock=clock,
             rows_kept=plan.rows_kept,
@@ -354,7 +354,7 @@ class Trainer(train.Run):
         self.changes, self.data = {}, SimpleNamespace(resume_at=lambda *given: "")  # type: ignore[assignment]
         self.metrics_processor = Figures(job, self.relay)  # type: ignore[assignment]
         self.values = Weights(group.manager)
-        states = {"model": self.values, "ledger": group.manager, METRICS_STATE: self.relay}
+        states = {"model": self.values, "ledger": group.manager, ROWS_STATE: self.relay}
         with self.progress.phase("start"):
             self.checkpointer = Checkpointer(
                 self.config.checkpoint,

@@ -12,7 +12,7 @@ import pytest
 
 from tests.unit.checkpoint_job import Job, Ledger, same, steps_in
 from training import checkpoint_files
-from training.checkpoint import METRICS_STATE, CheckpointFailed
+from training.checkpoint import ROWS_STATE, CheckpointFailed
 from training.writer_lease import LEASE_FILE, WriterLease, acquire
 
 EPOCH, WAIT_S = "epoch", 50.0
@@ -180,21 +180,21 @@ def test_figures_are_of_this_run_and_may_be_missing(tmp_path: Path):
     def start(folder: Path, figures: str, **settings: Any) -> Job:
         job = Job(folder, **settings)
         if figures:
-            job.states[METRICS_STATE] = Figures(figures)
+            job.states[ROWS_STATE] = Figures(figures)
         return job
 
     own = tmp_path / "own"
     start(own, "of step 2").step_and_save(2)
     again = start(own, "none yet")
-    assert again.checkpointer.load() == 2 and again.states[METRICS_STATE].state == {"rows": "of step 2"}
+    assert again.checkpointer.load() == 2 and again.states[ROWS_STATE].state == {"rows": "of step 2"}
     without = start(own, "")
     assert without.checkpointer.load() == 2
     without.step_and_save(4)
     again = start(own, "none yet")
-    assert again.checkpointer.load() == 4 and again.states[METRICS_STATE].state == {"rows": "none yet"}
+    assert again.checkpointer.load() == 4 and again.states[ROWS_STATE].state == {"rows": "none yet"}
     settings = {"initial_load_path": str(own / "checkpoint/step-2"), "initial_load_model_only": False}
     other = start(tmp_path / "other", "none yet", **settings)
-    assert other.checkpointer.load() == 2 and other.states[METRICS_STATE].state == {"rows": "none yet"}
+    assert other.checkpointer.load() == 2 and other.states[ROWS_STATE].state == {"rows": "none yet"}
 
 
 def test_a_group_that_goes_while_it_waits_saves_whoever_has_the_role(tmp_path: Path):

@@ -64,7 +64,7 @@ class Run:
             wall_clock=lambda: 1.7e9,
             **options,
         )
-        self.metrics_processor.sink = self.sink
+        self.metrics_processor.writer = self.sink
 
     def spend(self, phase: str, seconds: float) -> None:
         with self.progress.phase(phase):

@@ -44,9 +44,9 @@ def test_a_line_is_on_disk_when_write_returns(tmp_path: Path) -> None:
 def test_a_killed_and_resumed_run_has_each_step_once(tmp_path: Path) -> None:
     killed = Sinks(tmp_path, tensorboard_folder="tb")  # never closed
     write(killed, 1, 7, value=1.0)
-    resumed = Sinks(tmp_path, tensorboard_folder="tb", resumed_step=4)
+    resumed = Sinks(tmp_path, tensorboard_folder="tb", kept_step=4)
     write(resumed, 5, 9, value=2.0)
-    again = Sinks(tmp_path, tensorboard_folder="tb", resumed_step=6)
+    again = Sinks(tmp_path, tensorboard_folder="tb", kept_step=6)
     write(again, 7, 8, value=3.0)
     again.close()
     expected = [(step, 1.0 if step <= 4 else 2.0 if step <= 6 else 3.0) for step in range(1, 9)]
@@ -60,7 +60,7 @@ def test_a_tensorboard_that_was_open_all_along_sees_each_step_once(tmp_path: Pat
     write(Sinks(tmp_path, tensorboard_folder="tb"), 1, 7)
     reader = EventAccumulator(str(tmp_path / "tb"))
     reader.Reload()
-    write(Sinks(tmp_path, tensorboard_folder="tb", resumed_step=4), 5, 6, value=2.0)
+    write(Sinks(tmp_path, tensorboard_folder="tb", kept_step=4), 5, 6, value=2.0)
     reader.Reload()
     assert [(event.step, event.value) for event in reader.Scalars(TAG)] == [
         (1, 1.0), (2, 1.0), (3, 1.0), (4, 1.0), (5, 2.0), (6, 2.0)
@@ -77,7 +77,7 @@ def test_a_fresh_start_in_a_used_folder_begins_from_nothing(tmp_path: Path) -> N
 
 def test_a_resume_at_step_0_keeps_what_was_measured_before_the_first_step(tmp_path: Path) -> None:
     write(Sinks(tmp_path, tensorboard_folder="tb"), 0, 3)
-    write(Sinks(tmp_path, tensorboard_folder="tb", resumed_step=0), 1, 1, value=2.0)
+    write(Sinks(tmp_path, tensorboard_folder="tb", kept_step=0), 1, 1, value=2.0)
     assert events(tmp_path / "tb") == [(0, 1.0), (1, 2.0)]
 
 
@@ -106,7 +106,7 @@ def test_who_had_the_journal_open_in_a_write_writes_to_nobody(tmp_path: Path, mo
     before = Sinks(tmp_path)
     write(before, 1, 3)
     with before.locked():
-        write(after := Sinks(tmp_path, resumed_step=3), 4, 4)
+        write(after := Sinks(tmp_path, kept_step=3), 4, 4)
         assert before.is_replaced() and not after.is_replaced()
         write(before, 4, 5)
     assert [row["step"] for row in rows(tmp_path)] == [1, 2, 3, 4]
@@ -116,7 +116,7 @@ def test_who_had_the_journal_open_before_finds_it_changed(tmp_path: Path) -> Non
     before = Sinks(tmp_path)
     write(before, 1, 3)
     inode = (tmp_path / "metrics.jsonl").stat().st_ino
-    write(Sinks(tmp_path, resumed_step=3), 4, 4)
+    write(Sinks(tmp_path, kept_step=3), 4, 4)
     assert (tmp_path / "metrics.jsonl").stat().st_ino == inode, "a change of writer copies nothing"
     with pytest.raises(OSError, match="bytes, but"):
         write(before, 4, 5)
@@ -135,7 +135,7 @@ def test_a_record_that_a_kill_or_a_disk_has_damaged_ends_only_its_file(tmp_path:
     path.write_bytes(kept)
     later = path.with_name(path.name.replace(path.name.split(".")[3], "9999999998"))
     path.rename(later)  # by a clock that is ahead
-    sink = TensorBoardSink(tmp_path, resumed_step=2)
+    sink = TensorBoardSink(tmp_path, kept_step=2)
     sink.write(3, {TAG: 2.0})
     sink.close()
     assert events(tmp_path) == [(1, 1.0), (2, 1.0), (3, 2.0)]
@@ -161,8 +161,8 @@ def test_wandb_continues_its_run_after_a_resume(tmp_path: Path, monkeypatch: pyt
 
     set_package(monkeypatch, "wandb", {"init": init})
     folder, settings = tmp_path / "llama", as_tables(RunConfig())
-    for resumed_step in (None, 5, None):
-        sinks = Sinks(folder, wandb=True, resumed_step=resumed_step, settings=settings)
+    for kept_step in (None, 5, None):
+        sinks = Sinks(folder, wandb=True, kept_step=kept_step, settings=settings)
         sinks.write("charts", 6, {TAG: 1.0})
         sinks.close()
     starts = [call[1] for call in calls if call[0] == "init"]

@@ -19,7 +19,7 @@ from tests.unit.storage import AtOnce, Disk
 from training import metrics_writer as relay
 from training.background_writer import BackgroundWriter
 from training.metrics_writer import ROWS_KEPT, MetricsWriter
-from training.sinks import ResumedStep, Sinks
+from training.sinks import KeptStep, Sinks
 
 
 class Group:
@@ -37,9 +37,9 @@ class Group:
             **settings,
         )
 
-    def open(self, resumed_step: ResumedStep) -> Sinks:
+    def open(self, kept_step: KeptStep) -> Sinks:
         self.opens()
-        return Sinks(self.folder, tensorboard_folder="tb", resumed_step=resumed_step)
+        return Sinks(self.folder, tensorboard_folder="tb", kept_step=kept_step)
 
     def commits(self, step: int, *, looks: bool = False, of: str = "ab") -> None:
         self.relay.write("metrics", step, {"loss": float(step)})
