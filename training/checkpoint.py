@@ -175,7 +175,7 @@ class Checkpointer:
         )
         self._beside = beside
         self._saves_enabled = config.enable and not config.load_only
-        self._saved_step: int | None = None  # newest step that this group has saved
+        self.saved_step: int | None = None  # newest step that this group has saved
         self._saved_full_step: int | None = None  # step of a full checkpoint of this run: not saved again
         self._damaged: dict[int, str] = {}
         self._stale: set[int] = set()  # newer steps that `load` did not use: damaged, or to be trained again
@@ -227,7 +227,7 @@ class Checkpointer:
         """Returns True if any group has saved `step`, the last of the run, also into the object store if the folder is one, or if saving is
         disabled. Called on one rank."""
         if not self._saves_enabled or self._uploader is None:
-            return not self._saves_enabled or step == self._saved_step or self._newest() >= step
+            return not self._saves_enabled or step == self.saved_step or self._newest() >= step
         if step in self._uploader.done:
             return True
         try:
@@ -403,16 +403,19 @@ class Checkpointer:
             self._uploader.retry()
 
     def close(self) -> None:
-        """Waits as `wait` does, and for the object store; nothing can be saved afterwards. May be called twice."""
+        """Waits for the save in the background and for the object store; nothing can be saved afterwards. Their failures are only logged,
+        since the run ends for another reason. May be called twice."""
         try:
             self.wait()
+        except (CheckpointFailed, OSError) as failure:
+            self._warn("%s", failure)
         finally:
             if self._background is not None:
                 self._background.shutdown()
             if self._uploader is not None:
                 try:
                     self._uploader.close()
-                except CheckpointFailed as failure:  # the run ends for another reason
+                except CheckpointFailed as failure:
                     self._log.warning("%s", failure)
 
     def _live_states(self, names: Iterable[str]) -> dict[str, dict[str, Any]]:
@@ -468,7 +471,7 @@ class Checkpointer:
         size_bytes = self._ranks.on_rank0(lambda: self._finish_save(step, branch, kind, tuple(states), reports))
         if size_bytes is None:
             return self._log.info("checkpoint: step %d not saved: another group has saved since", step)
-        self._saved_step = step
+        self.saved_step = step
         if kind == "full":
             self._saved_full_step = step
         self._damaged.pop(step, None)

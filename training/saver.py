@@ -49,12 +49,20 @@ class Saver:
 
     def save(self) -> None:
         """Saves a step that is due or requested. Raises CheckpointFailed or OSError if the group leaves, since then there is no retry."""
-        manager = self.manager
+        manager, checkpointer = self.manager, self.checkpointer
         if not manager.writer_quorum:
+            # a save in the background, of the time when this group was the writer
+            if checkpointer.saving is not None and checkpointer.saving.done():
+                try:
+                    checkpointer.wait()
+                except (CheckpointFailed, OSError) as failure:
+                    self.report(f"{failure}; another group writes the checkpoints now")
             return
         with self.progress.phase("checkpoint"):
             try:
                 self.write()
+                if manager.may_exit:
+                    checkpointer.wait()
             except (CheckpointFailed, OSError) as failure:
                 if manager.may_exit:
                     raise
@@ -62,10 +70,18 @@ class Saver:
                 self._failed = True
                 return
             if self._failed:
-                self.report(f"checkpoint: step {manager.step} is saved; earlier saves had failed")
-            self._failed = False
+                step = manager.step
+                if checkpointer.saving is not None:
+                    checkpointer.saving.add_done_callback(lambda done: self._report_saved(step))
+                else:
+                    self._report_saved(step)
         if manager.may_exit:
             self.wait_uploaded()
+
+    def _report_saved(self, step: int) -> None:
+        if self._failed and self.checkpointer.saved_step == step:
+            self._failed = False
+            self.report(f"checkpoint: step {step} is saved; earlier saves had failed")
 
     def save_last(self, stop_requested: Callable[[], bool]) -> None:
         """Returns when the checkpoint of the last step exists, from any group. `stop_requested`: returns True if a stop was requested on

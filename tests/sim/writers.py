@@ -442,7 +442,7 @@ class Saves(Saver):
 
     def save(self) -> None:
         began_s, saving = self.job.baton.now_s, self.trainer.checkpointer.saving
-        joins = saving is not None and not saving.done()
+        joins = self.manager.may_exit or (saving is not None and not saving.done())
         super().save()
         if self.job.plan.async_mode == "async" and not joins:
             took_s = self.job.baton.now_s - began_s

@@ -242,6 +242,69 @@ class Leaving:
     def finish(self, *, saved: bool) -> None: ...
 
 
+@pytest.mark.parametrize("room", [0, None])
+def test_who_leaves_knows_whether_its_save_in_the_background_is_there(tmp_path: Path, room: int | None) -> None:
+    job = Job(tmp_path, async_mode="async")
+    saver = Saver(job.checkpointer, Leaving(), Progress(), sync=lambda: None, report=print, info=print)
+    job.train(3)
+    if room is None:
+        saver.save()
+        assert steps_in(tmp_path) == [3]
+    else:
+        with largest_file(room), pytest.raises(CheckpointFailed, match="step 3 not saved"):
+            saver.save()
+    job.checkpointer.close()
+
+
+def test_a_failure_in_the_background_of_who_closes_is_only_logged(tmp_path: Path) -> None:
+    (tmp_path / "checkpoint").write_text("a file where the folder should be")
+    job = Job(tmp_path, async_mode="async")
+    job.step_and_save(2)
+    job.checkpointer.close()
+    assert "checkpoint: step 2 not saved" in job.log.warnings[-1]
+
+
+class Staying(Leaving):
+    may_exit = False
+
+
+def test_a_save_in_the_background_counts_once_it_is_written(tmp_path: Path) -> None:
+    """And one that failed is told by a group that is not the writer any more, once."""
+    job, told, manager = Job(tmp_path, async_mode="async"), list[str](), Staying()
+    saver = Saver(job.checkpointer, manager, Progress(), sync=lambda: None, report=told.append, info=print)
+
+    def save(step: int) -> None:
+        job.train(step - job.ledger.state["step"])
+        manager.step = step
+        saver.save()
+
+    def failed() -> bool:
+        return job.checkpointer.saving is not None and job.checkpointer.saving.exception() is not None
+
+    with largest_file(0):
+        save(2)
+        assert failed()
+        save(3)  # raises the failure of step 2
+        save(4)
+        assert failed() and [line.partition(":")[2][:17] for line in told] == [" step 2 not saved"]
+        save(5)
+    assert len(told) == 2 and "step 4 not saved" in told[1]
+    save(6)
+    assert job.checkpointer.saving
+    job.checkpointer.saving.result()
+    with largest_file(0):
+        save(7)
+        assert failed()
+    manager.writer_quorum = None  # type: ignore[assignment]
+    assert job.checkpointer.overdue(7)
+    saver.save()
+    assert not job.checkpointer.overdue(8)
+    job.checkpointer.close()
+    assert told[2] == "checkpoint: step 6 is saved; earlier saves had failed"
+    assert "step 7 not saved" in told[3] and told[3].endswith("; another group writes the checkpoints now")
+    assert len(told) == 4
+
+
 def test_who_leaves_saves_although_an_earlier_save_has_failed(tmp_path: Path) -> None:
     """In the background, and storage is well again: it has no next step to try it in."""
     job = Job(tmp_path, async_mode="async")
