@@ -149,9 +149,10 @@ class Run(Components):
                 self.manager.leave()
             if step < steps and (self.checkpointer.due(step) or requests & SAVE or self.manager.may_exit):
                 self.saver.save()
-                if requests & SAVE and not self.manager.writer_quorum:
+                if self.manager.writer_quorum:
+                    self.signals.take(SAVE)  # drops a request that came after the all-reduce: this save fulfils it
+                elif requests & SAVE:
                     self.log.info("not saved: another group writes the checkpoints")
-                self.signals.take(SAVE)  # drops a request that came after the all-reduce: this save fulfils it
             self.save_overdue = self.checkpointer.overdue(step)
             self.metrics_processor.print_estimate(step)
             self.watchdog.step_done()
@@ -164,8 +165,7 @@ class Run(Components):
             return self.print_summary("stopped at", larger if self.budgets_end else "")
         self.saver.save_last(lambda: requests & STOP > 0 or self.signals.take() & STOP > 0)
         self.sample()
-        folder = config.run_folder
-        self.print_summary("finished", f"python scripts/generate.py {folder}; tensorboard --logdir {folder.parent}")
+        self.print_summary("finished", f"tensorboard --logdir {self.config.run_folder.parent}")
 
     def train_step(self) -> bool:
         """Runs one step on the slots assigned to this group. False: the step was not committed."""

@@ -21,12 +21,12 @@ LOCK_S = 2.0  # longest wait for a lock, which a live writer holds for one write
 class AppendedFile:
     """A file to which data is appended completely or not at all. Methods raise OSError."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, read_only: bool = False) -> None:
         self.path, self.size_bytes = path, 0
-        self.open()
+        self.open(os.O_RDONLY if read_only else os.O_RDWR | os.O_CREAT | os.O_APPEND)
 
-    def open(self) -> None:
-        self._fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
+    def open(self, flags: int = os.O_RDWR | os.O_CREAT | os.O_APPEND) -> None:
+        self._fd = os.open(self.path, flags | os.O_CLOEXEC, 0o666)
         self.read_size()
 
     def append(self, piece: bytes) -> None:

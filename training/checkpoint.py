@@ -125,6 +125,12 @@ class CheckpointConfig:
             raise ValueError(f"checkpoint.exclude_from_loading = [{shown}]: needs checkpoint.initial_load_path")
 
     @property
+    def nothing_saved(self) -> str:
+        """The reason for which no checkpoint is saved; "": they are."""
+        setting = "checkpoint.load_only = true" if self.enable else "checkpoint.enable = false"
+        return f"nothing is saved ({setting})" if self.load_only or not self.enable else ""
+
+    @property
     def local_folder(self) -> str:
         """Folder of the checkpoints inside the run's folder, also if `folder` is a URL."""
         return "checkpoint" if is_url(self.folder) else self.folder

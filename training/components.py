@@ -82,12 +82,14 @@ class Components:
         """`cleanup` closes what is opened here, in reverse order. `changes`: see configs.saved.check_saved."""
         self.config, self.environment, self.world, self.changes = config, environment, world, changes
         self.signals, self.log, self.cleanup = signals, log, cleanup
+        signals.nothing_saved = config.checkpoint.nothing_saved
         self.device, self.progress = world.device.torch_device, Progress()
         self.pending_requests, self.save_overdue, self.budgets_end = 0, False, False
         self.inner_steps = config.fault_tolerance.inner_steps  # optimizer steps from one commit to the next
         self.group_folder = group_folder(config.run_folder, config.fault_tolerance, environment)
         self.background_writer = cleanup.enter_context(closing(BackgroundWriter(self.report_storage)))
-        self.events = Events(self.group_folder, self.background_writer)
+        self.events, self.saves_config = Events(self.group_folder, self.background_writer), False
+        self.background_writer.register(FILE_NAME, self.write_config)
         with self.progress.phase("start"):
             if config.job.description:
                 log.info("about     %s", config.job.description)
@@ -311,7 +313,14 @@ class Components:
         return changes
 
     def save_config(self) -> None:
-        save(self.config, self.config.run_folder, batch=self.slot_size)
+        """Writes config.toml in the background writer's thread, which retries it."""
+        self.saves_config = True
+        self.background_writer.wake()
+
+    def write_config(self) -> None:
+        if self.saves_config:
+            save(self.config, self.config.run_folder, batch=self.slot_size)
+            self.saves_config = False
 
     def announce_changes(self) -> None:
         """Announces settings that differ from those of the earlier launches, in the log, on the live page and in the next step's rows."""
@@ -322,7 +331,8 @@ class Components:
             self.events("settings", self.log.step or 0, words=text)
             self.manager.show_event("settings", text)
         else:
-            self.save_config()
+            self.saves_config = True
+            self.write_config()
         self.metrics_processor.record_changes(merged(changes, self.changes), self.save_config)
 
     def weights(self) -> dict[str, Stateful]:
@@ -420,12 +430,16 @@ class Components:
     def print_summary(self, verb: str, next_command: str = "") -> None:
         """Logs the closing summary. `next_command`: what to run next; "": the same again."""
         saved, groups, settings = self.checkpointer.place, self.events.summary(), self.config.checkpoint
-        if not next_command and settings.enable and not settings.load_only:
-            again = f"begins again at step {settings.load_step} (checkpoint.load_step)"
-            next_command = f"the same command {'resumes the run' if settings.load_step < 0 else again}"
+        if settings.nothing_saved:
+            saved = settings.nothing_saved
+            next_command = next_command or "the same command begins where this launch did"
+        elif verb == "finished":
+            next_command = f"python scripts/generate.py {self.config.run_folder}; {next_command}"
+        elif not next_command and settings.load_step < 0:
+            next_command = "the same command resumes the run"
         elif not next_command:
-            setting = "checkpoint.load_only = true" if settings.enable else "checkpoint.enable = false"
-            next_command = f"nothing was saved ({setting}): the same command begins where this launch did"
+            again = f"begins again at step {settings.load_step}"
+            next_command = f"the same command {again}; without checkpoint.load_step it resumes the run"
         self.metrics_processor.print_summary(
             self.manager.step, verb=verb, saved=saved, next_command=next_command, groups=groups
         )

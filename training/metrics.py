@@ -167,8 +167,8 @@ class MetricsProcessor:
             self._save_config()
 
     def record_changes(self, changes: Mapping[str, str], save_config: Callable[[], None]) -> None:
-        """Calls `save_config` after the next committed step. If that step is `resume_step`, the first with changed settings, its rows
-        get `changes`, key -> "old -> new"; a group that joins after it writes none."""
+        """Calls `save_config`, which must not raise, after the next committed step. If that step is `resume_step`, the first with changed
+        settings, its rows get `changes`, key -> "old -> new"; a group that joins after it writes none."""
         self._changes, self._save_config = dict(changes), save_config
 
     def validation(self, step: int, sets: Mapping[str, Sequence[float]], *, seconds: float) -> None:

@@ -31,6 +31,7 @@ class Signals:
     def __init__(self, *, log: Log, clock: Clock = time.monotonic, exit_now: Callable[[int], Any] = os._exit) -> None:
         assert threading.current_thread() is threading.main_thread(), "signal handlers belong to the main thread"
         self._log, self._clock, self._exit_now = log, clock, exit_now
+        self.nothing_saved = ""  # the reason, if the run saves no checkpoints; training/components.py sets it
         self._lock = threading.Lock()
         self.pending = 0  # requests that `take` would return
         self._stop_requested: float | None = None
@@ -72,7 +73,7 @@ class Signals:
         if number == signal.SIGUSR1:
             with self._lock:
                 self.pending |= SAVE
-            self._say(f"{name}: saving after this step, then going on")
+            self._say(f"{name}: {self.nothing_saved or 'saving after this step, then going on'}")
             return
         now = self._clock()
         if self._stop_requested is None:
@@ -80,7 +81,9 @@ class Signals:
                 self._stop_requested, callback = now, self._at_stop
                 self.pending |= STOP
             callback()
-            self._say(f"{name}: saving after this step, then leaving; another one ends the run at once")
+            nothing = self.nothing_saved
+            leaving = f"{nothing}, leaving after this step" if nothing else "saving after this step, then leaving"
+            self._say(f"{name}: {leaving}; another one ends the run at once")
         elif now - self._stop_requested >= SAME_SIGNAL_S:
             # Not through the log, whose lock the blocked loop may hold; and not if the pipe is full, which would block.
             if select.select([], [2], [], 0)[1]:

@@ -209,7 +209,7 @@ def last_rows(path: Path, *, since: int, until: int) -> list[dict[str, Any]]:
     """Returns a JSONL file's complete rows of the steps from `since` to `until`, last row first."""
     if not path.exists():
         return []
-    with closing(AppendedFile(path)) as file:
+    with closing(AppendedFile(path, read_only=True)) as file:
         newest = takewhile(lambda entry: entry[2] >= since, _steps_from_end(file))
         return [json.loads(line) for _, line, step in newest if step <= until]
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+from configs.schema import JobConfig, RunConfig
 from tests.unit.checkpoint_job import Job, data_file, flip_a_bit, same
 from training.checkpoint import CheckpointConfig, CheckpointFailed
 from training.components import Components
@@ -126,9 +127,34 @@ def test_the_summary_tells_that_load_step_begins_there_again() -> None:
         said[step] = run.metrics_processor.print_summary.call_args.kwargs["next_command"]
     assert said == {
         -1: "the same command resumes the run",
-        0: "the same command begins again at step 0 (checkpoint.load_step)",
-        200: "the same command begins again at step 200 (checkpoint.load_step)",
+        0: "the same command begins again at step 0; without checkpoint.load_step it resumes the run",
+        200: "the same command begins again at step 200; without checkpoint.load_step it resumes the run",
     }
+
+
+def test_settings_that_a_full_disk_refuses_are_written_later(tmp_path: Path) -> None:
+    """By the background writer's thread: the step that asks for it goes on."""
+    (tmp_path / "run").write_text("a file where the folder should be")
+    run = MagicMock(config=RunConfig(job=JobConfig("run", str(tmp_path))), slot_size=8)
+    Components.save_config(run)
+    run.background_writer.wake.assert_called_once()
+    with pytest.raises(OSError):
+        Components.write_config(run)
+    (tmp_path / "run").unlink()
+    Components.write_config(run)
+    assert (tmp_path / "run/config.toml").exists() and not run.saves_config
+
+
+def test_the_summary_of_a_run_that_saves_nothing_names_no_checkpoint() -> None:
+    run = MagicMock()
+    for settings, reason in (
+        ({"enable": False}, "checkpoint.enable = false"),
+        ({"load_only": True}, "checkpoint.load_only = true"),
+    ):
+        run.config.checkpoint = CheckpointConfig(**settings)
+        Components.print_summary(run, "finished", "tensorboard --logdir outputs")
+        told = run.metrics_processor.print_summary.call_args.kwargs
+        assert (told["saved"], told["next_command"]) == (f"nothing is saved ({reason})", "tensorboard --logdir outputs")
 
 
 def test_another_runs_weights_are_a_beginning(tmp_path: Path) -> None:

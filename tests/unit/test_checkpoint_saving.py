@@ -20,6 +20,7 @@ from training import checkpoint_files
 from training.checkpoint import RETRY_S, CheckpointFailed
 from training.progress import Progress
 from training.saver import Saver
+from training.sinks import METRICS, last_rows
 
 # What is kept
 
@@ -165,6 +166,7 @@ def test_a_full_and_a_read_only_disk(tmp_path: Path) -> None:
         pytest.skip("needs the right to mount a tmpfs")
     try:
         job = Job(disk)
+        (disk / METRICS).write_text('{"step": 1}\n')
         job.step_and_save(2)
         with pytest.raises(
             CheckpointFailed, match=r"step 4 not saved: No space left on device \(.*\); step 2 is the last"
@@ -178,6 +180,7 @@ def test_a_full_and_a_read_only_disk(tmp_path: Path) -> None:
             job.checkpointer.save(5)
         resumed = Job(disk)
         assert resumed.checkpointer.load() == 2
+        assert last_rows(disk / METRICS, since=1, until=1) == [{"step": 1}]
     finally:
         subprocess.run(["umount", disk], check=True)
 

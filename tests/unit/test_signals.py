@@ -53,6 +53,17 @@ def test_a_signal_is_a_wish_that_is_taken_once(watched: Watched, number: int, wi
     assert watched.out.getvalue().startswith(f"[0] {signal.Signals(number).name}: saving after this step")
 
 
+def test_a_run_that_saves_nothing_does_not_say_that_it_saves(watched: Watched) -> None:
+    watched.signals.nothing_saved = "nothing is saved (checkpoint.enable = false)"
+    watched.kill(signal.SIGUSR1)
+    watched.kill(signal.SIGTERM)
+    lines = [line.partition("] ")[2] for line in watched.out.getvalue().splitlines()]
+    assert lines == [
+        "SIGUSR1: nothing is saved (checkpoint.enable = false)",
+        "SIGTERM: nothing is saved (checkpoint.enable = false), leaving after this step; another one ends the run at once",
+    ]
+
+
 def test_wishes_add_up(watched: Watched) -> None:
     watched.kill(signal.SIGUSR1)
     watched.kill(signal.SIGTERM)
