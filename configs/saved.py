@@ -121,7 +121,10 @@ def check_saved(config: RunConfig, folder: Path, *, world_size: int | None = Non
     saved = folder / FILE_NAME
     if config.checkpoint.enable and is_url(config.checkpoint.folder) and not saved.exists():
         with suppress(OSError):  # of a store that does not answer, the checkpoint's error is reported
-            ObjectStore(config.checkpoint.place(folder)).fetch_files(folder, [FILE_NAME])
+            store, local = ObjectStore(config.checkpoint.place(folder)), folder / config.checkpoint.local_folder
+            # a launch on another machine, with settings of its own, may have saved since
+            if not (folder / FILE_NAME).exists() or store.is_ahead_of(local):
+                store.fetch_files(folder, [FILE_NAME])
     if (before := read_saved(folder)) is None:
         return {}
     differences = list(_differences(config, before, world_size))

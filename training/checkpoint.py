@@ -6,6 +6,7 @@ checkpoint.folder is one."""
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 import time
@@ -14,7 +15,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
+from functools import partial
+from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, TypeVar, cast
 
 import torch
@@ -35,7 +37,7 @@ from training.checkpoint_files import (
 )
 from training.log import Log
 from training.object_store import ObjectStore, Uploader, is_url
-from training.progress import Clock
+from training.progress import Clock, spans
 from training.writer_lease import UncheckedLease, WriterLease
 
 if TYPE_CHECKING:
@@ -45,6 +47,7 @@ if TYPE_CHECKING:
     from training.checkpoint_dcp import StreamingPlanner
 
 RETRY_S = 30.0  # from a failed save to its retry
+INITIAL = "initial"  # in the run's folder: the copy of an initial_load_path that is in an object store
 T = TypeVar("T")
 
 
@@ -77,8 +80,8 @@ class CheckpointConfig:
     ] = 10
     load_step: Annotated[
         int,
-        "begin from this step at every launch, restarts included; remove it once a later checkpoint is saved; "
-        "-1: resume from the newest intact checkpoint",
+        "begin from this step at every launch, restarts included: remove it after the first save, which sets aside newer checkpoints "
+        "(step-N.abandoned); -1: resume from the newest intact checkpoint",
         ">= -1",
     ] = -1
     verify_digests: Annotated[bool, "verify the digests of every file before loading"] = True
@@ -114,6 +117,16 @@ class CheckpointConfig:
                 raise ValueError(f"checkpoint.{key} = {shown}: needs checkpoint.enable = true")
         if not self.folder.strip("/. "):
             raise ValueError(f'checkpoint.folder = "{self.folder}": must be a folder of its own; nearest: "checkpoint"')
+        parts = PurePath(self.local_folder).parts
+        if ".." in parts:  # two runs would share it
+            near = PurePath(*(part for part in parts if part != ".."))
+            raise ValueError(
+                f'checkpoint.folder = "{self.folder}": must be inside the run\'s folder, or absolute, without ".."; nearest: "{near}"'
+            )
+        if parts == (INITIAL,):
+            raise ValueError(
+                f'checkpoint.folder = "{self.folder}": a copy of checkpoint.initial_load_path has that name; nearest: "checkpoint"'
+            )
         if self.create_seed_checkpoint and self.load_only:
             raise ValueError("checkpoint.load_only = true: no seed checkpoint would be written; set it to false")
         if self.create_seed_checkpoint and self.initial_load_path:
@@ -170,7 +183,7 @@ class Checkpointer:
         that share the folder; only its holder saves and removes leftovers. `in_thread`: runs work in the background. `on_stage`: called
         before a save makes its folder ("begin", rank 0), writes ("write"), renames ("publish", rank 0). `report`: reports that an object
         store fails or recovers; None: `log` does. `beside`: patterns of further files of the run's folder that an object store gets."""
-        self.folder = run_folder / config.local_folder
+        self._run_folder, self.folder = run_folder, run_folder / config.local_folder
         self.place = config.place(run_folder)
         self.saving: Future[None] | None = None  # a save in the background, until `wait`
         self._config, self._states, self._log, self._clock = config, states, log, clock
@@ -185,6 +198,8 @@ class Checkpointer:
         self._saved_full_step: int | None = None  # step of a full checkpoint of this run: not saved again
         self._damaged: dict[int, str] = {}
         self._stale: set[int] = set()  # newer steps that `load` did not use: damaged, or to be trained again
+        # of those newer than load_step, on rank 0, until the first save sets them aside: in the folder, and in the object store
+        self._abandoned: tuple[dict[int, Manifest], dict[int, Manifest]] = {}, {}
         self._stager: StateDictStager | None = None
         self._background: ThreadPoolExecutor | None = None
         self._loaded_step = 0  # step that `load` restored: saves due up to it belong to an earlier launch
@@ -299,9 +314,9 @@ class Checkpointer:
         with suppress(CheckpointFailed, OSError):
             self.wait()
         if is_url(self._config.folder):
-            self._ranks.on_rank0(self._fetch)
-        if not self._config.load_only and not self._lease.shared:
-            self._ranks.on_rank0(self._tidy)
+            self._ranks.on_rank0(lambda: self._fetch(self._config.load_step))
+        if not self._config.load_only:
+            self._ranks.on_rank0(lambda: self._tidy(restore_only=self._lease.shared))
         steps = self._ranks.on_rank0(self._own_steps)
         if self._config.create_seed_checkpoint:
             if steps and steps[-1] > 0:  # an earlier seed may be replaced, a later step may not
@@ -317,17 +332,43 @@ class Checkpointer:
         self._loaded_step = step or 0
         stored = self._uploader.replaceable if self._uploader else ()
         self._stale = {newer for newer in (*steps, *stored) if newer > self._loaded_step}
+        if self._config.load_step >= 0:
+            self._ranks.on_rank0(self._find_abandoned)
         if step is not None:
             self.upload(step)  # an earlier launch was killed before its upload
         if self._saves_enabled and self._config.async_mode != "disabled":
             self._prepare_background()  # slower than a copy, as it allocates memory: now rather than in the first save
         return step
 
-    def _fetch(self) -> None:
-        """Copies the newest checkpoint out of the object store, or that of load_step, unless the folder has a newer one. Raises
-        CheckpointFailed if the store does not answer."""
+    def _find_abandoned(self) -> None:
+        """Notes on rank 0 the checkpoints newer than load_step; damaged ones are not used anyway."""
+        newer = (step for step in files.list_steps(self.folder) if step > self._loaded_step)
+        found = {step: manifest_or_problem(files.step_folder(self.folder, step)) for step in newer}
+        stored = {step: each for step, each in self._stored().items() if each and step > self._loaded_step}
+        self._abandoned = {step: each for step, each in found.items() if isinstance(each, Manifest)}, stored
+
+    def _set_abandoned_aside(self) -> None:
+        """Makes the checkpoints newer than load_step count as none, in rank 0: this run has a history without them now. Those that another
+        group has replaced since are of this history. Raises OSError."""
+        own, stored = self._abandoned
+        same = [step for step, found in own.items() if files.is_same(files.step_folder(self.folder, step), found)]
+        for step in same:
+            files.set_aside(self.folder, step)
+        self._abandoned = {}, {}
+        self._stale.difference_update(same)
+        if same:
+            listed, places = spans("step", same), self.folder / "step-*.abandoned*"
+            newer = f"newer than checkpoint.load_step = {self._config.load_step}"
+            self._log.warning("checkpoint: %s, %s, set aside as %s", listed, newer, places)
+        if self._uploader is not None:
+            self._uploader.abandoned.update(stored)
+
+    def _fetch(self, wanted: int, *, before: float = math.inf) -> None:
+        """Copies the newest checkpoint `before` a step out of the object store, or step `wanted` if >= 0, unless the folder has a newer
+        one. Raises CheckpointFailed if the store does not answer."""
         assert self._uploader
-        wanted, own, stored = self._config.load_step, files.newest(self.folder), self._stored()
+        later = [step for step in files.list_steps(self.folder) if step >= before]
+        own, stored = files.newest(self.folder, exclude=later), self._stored()
         age = {step: (found.branch if found else 0, step) for step, found in stored.items()}
         own_age = (-1, -1) if own is None else (files.branch_of(files.step_folder(self.folder, own)), own)
         self._uploader.replaceable.update(stored)  # by this launch, if it trains these steps again
@@ -337,10 +378,10 @@ class Checkpointer:
         damaged = []
         weights_only = {step for step, found in stored.items() if found and found.kind == "model"}
         for step in sorted(stored, key=lambda step: (step not in weights_only, age[step]), reverse=True):
-            is_useful = own is None or (step not in weights_only and age[step] >= own_age)
+            is_useful = step < before and (own is None or (step not in weights_only and age[step] >= own_age))
             if step == wanted or (wanted < 0 and is_useful):
                 try:
-                    if self._beside and age[step] > own_age:
+                    if self._beside and age[step] > own_age and not math.isfinite(before):
                         # rows that another machine wrote; before the checkpoint, since a start that finds the step on disk fetches
                         # nothing more
                         self._uploader.store.fetch_files(self.folder.parent)
@@ -357,6 +398,14 @@ class Checkpointer:
         if self._saves_enabled and not self._uploader.done and not self._uploader.in_use:  # none is on its way
             self._uploader.tidy()
 
+    def _fetch_again(self, step: int) -> Manifest | None:
+        """Replaces a damaged checkpoint, on rank 0, by that of the object store; None: it has no intact one."""
+        assert self._uploader
+        try:
+            return files.read_manifest(self._uploader.store.fetch(step, self.folder, anew=True))
+        except (OSError, Damaged):
+            return None
+
     def _stored(self) -> dict[int, Manifest | None]:
         """Returns the manifests in the object store by step, ascending, on rank 0. Raises CheckpointFailed if it does not answer."""
         try:
@@ -369,7 +418,8 @@ class Checkpointer:
         return CheckpointFailed(f"{why}; refusing to start: it may hold this run's checkpoints")
 
     def newest_step(self, kind: str = "full") -> int:
-        """Returns the step that `load` would try first; 0: none, or the seed. Reads no contents. `kind` "model": of exported weights."""
+        """Returns the newest step, whatever load_step and enable are; 0: none, or the seed. Reads no contents. `kind` "model": of exported
+        weights."""
         self.wait()
 
         def newest() -> int:
@@ -507,6 +557,7 @@ class Checkpointer:
             if is_late():
                 raise OSError("another group has saved")
             self._on_stage("publish")
+            self._set_abandoned_aside()  # a kill before the next line leaves load_step the newest
             files.publish(self.folder, manifest, lease.name)
         except OSError as error:
             files.discard(self.folder, step, lease.name)
@@ -526,10 +577,11 @@ class Checkpointer:
             self._tidy(until=step)
         return manifest.size_bytes
 
-    def _tidy(self, until: int | None = None) -> None:
-        """Removes, on rank 0, the leftovers of a killed process. `until`: only up to that step; other groups may be writing later ones."""
+    def _tidy(self, until: int | None = None, *, restore_only: bool = False) -> None:
+        """Removes, on rank 0, the leftovers of a killed process. `until`: only up to that step; other groups may be writing later ones.
+        `restore_only`: see files.tidy."""
         try:
-            notes = files.tidy(self.folder, until, self._lease.may_remove)
+            notes = files.tidy(self.folder, until, self._lease.may_remove, restore_only=restore_only)
         except OSError as error:
             notes = [f"its files could not be removed ({files.reason(error)})"]
         if notes:
@@ -588,7 +640,14 @@ class Checkpointer:
         for step, found in surveyed.items():
             if isinstance(found, Manifest) and found.kind == "model":
                 continue
-            if problem := self._restore(files.step_folder(self.folder, step), found, tuple(self._states)):
+            path = files.step_folder(self.folder, step)
+            problem = self._restore(path, found, tuple(self._states))
+            if problem and is_url(self._config.folder):
+                found = self._ranks.on_rank0(partial(self._fetch_again, step)) or problem
+                if isinstance(found, Manifest):
+                    self._warn("checkpoint: step %d is damaged (%s), fetched again from %s", step, problem, self.place)
+                    problem = self._restore(path, found, tuple(self._states))
+            if problem:
                 self._damaged[step] = problem
                 self._warn("checkpoint: step %d is damaged and not used: %s", step, problem)
                 continue
@@ -610,7 +669,8 @@ class Checkpointer:
         with suppress(CheckpointFailed, OSError):
             self.wait()
         if is_url(self._config.folder):
-            self._ranks.on_rank0(self._fetch)
+            # not load_step: the run has gone on since
+            self._ranks.on_rank0(lambda: self._fetch(-1, before=step))
         surveyed = self._survey()
         seed = surveyed.pop(0) if isinstance(found := surveyed.get(0), Manifest) and found.kind == "model" else None
         history = {  # a damaged manifest does not tell
@@ -670,7 +730,7 @@ class Checkpointer:
             steps = store.steps()
             for step in steps:
                 if last == f"step-{step}":
-                    return store.fetch(step, self.folder.with_name("initial"))
+                    return store.fetch(step, self._run_folder / INITIAL)
         except OSError as error:
             raise CheckpointFailed(f"{setting}: cannot be read: {files.reason(error)}") from None
         except Damaged as damage:

@@ -8,6 +8,7 @@ this file. No torch, no process group: one rank calls the functions that change 
         manifest.json                    the length and the digests of each of these files
     <run>/checkpoint/step-50.partial/    being written or removed, or left over from a killed process
     <run>/checkpoint/step-50.replaced/   the earlier step-50, between two renames
+    <run>/checkpoint/step-60.abandoned/  newer than checkpoint.load_step, from which the run began again; no launch uses or removes it
 
 With several replica groups the quorum of the writer is appended (step-50.partial-EPOCH-ID, writer_lease.py), so that a suspended group that
 continues in the middle of a save touches only its own files. Everything is on disk (fsync) before the rename that makes it visible, so a
@@ -21,6 +22,7 @@ import json
 import re
 import shutil
 from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
@@ -285,19 +287,36 @@ def discard(folder: Path, step: int, name: str = "") -> None:
     shutil.rmtree(step_folder(folder, step, f".partial{name}"), ignore_errors=True)
 
 
-def tidy(folder: Path, until: int | None = None, may_remove: Callable[[str], bool] = lambda name: True) -> list[str]:
+def set_aside(folder: Path, step: int) -> Path:
+    """Renames a checkpoint so that it counts as none, and returns its new place. Raises OSError."""
+    suffixes = (".abandoned", *(f".abandoned-{number}" for number in range(2, 1000)))
+    places = (step_folder(folder, step, suffix) for suffix in suffixes)
+    return step_folder(folder, step).rename(next(place for place in places if not place.exists()))
+
+
+def tidy(
+    folder: Path,
+    until: int | None = None,
+    may_remove: Callable[[str], bool] = lambda name: True,
+    *,
+    restore_only: bool = False,
+) -> list[str]:
     """Removes leftovers of killed processes, of steps up to `until` (None: all) and of writers whose suffix `may_remove` accepts. Returns a
-    phrase for each. Requires that no process is writing them. Raises OSError."""
+    phrase for each. Requires that no process is writing them, unless `restore_only`: that only brings back checkpoints that were being
+    replaced. Raises OSError."""
     notes = []
     for path in sorted(folder.iterdir()) if folder.is_dir() else ():
         match = _LEFTOVER.fullmatch(path.name)
-        if match is None or (until is not None and int(match[1]) > until) or not may_remove(match[3] or ""):
+        if match is None or (until is not None and int(match[1]) > until):
+            continue
+        if not restore_only and not may_remove(match[3] or ""):
             continue
         final = step_folder(folder, int(match[1]))
         if match[2] == "replaced" and not final.exists():
-            path.rename(final)
-            notes.append(f"restored {final.name}, which was being replaced")
-        else:
+            with suppress(FileNotFoundError):  # another group has restored it
+                path.rename(final)
+                notes.append(f"restored {final.name}, which was being replaced")
+        elif not restore_only:
             shutil.rmtree(path)
             notes.append(f"removed {path.name}")
     return notes

@@ -39,6 +39,7 @@ SLOW_S = 10.0  # a longer upload is reported when the next checkpoint waits for 
 DRIVERS = {"s3": ("s3fs", "s3"), "gs": ("gcsfs", "gcs"), "memory": ("fsspec", "s3")}
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.DOTALL)
 FILES = "files"  # beside the steps: segments of the run's other files
+ABANDONED = "abandoned"  # beside the steps: checkpoints newer than a load_step from which the run began again
 _OBJECT = re.compile(r"step-(\d+)/([^/]+)")
 
 
@@ -102,6 +103,13 @@ class ObjectStore:
 
         return {step: manifest(step) for step in self.steps()}
 
+    def is_ahead_of(self, folder: Path) -> bool:
+        """Returns True if the newest full checkpoint here is newer than that of a folder."""
+        own = files.newest(folder)
+        own_age = (-1, -1) if own is None else (files.branch_of(files.step_folder(folder, own)), own)
+        full = {step: found for step, found in self.manifests().items() if found and found.kind == "full"}
+        return any((found.branch, step) > own_age for step, found in full.items())
+
     def manifest(self, step: int) -> Manifest:
         try:
             return Manifest.from_json(self._call("cat_file", f"step-{step}/{MANIFEST}"))
@@ -137,11 +145,12 @@ class ObjectStore:
                 self._call("pipe_file", folder + MANIFEST, text)
         return manifest
 
-    def fetch(self, step: int, folder: Path) -> Path:
-        """Copies a checkpoint into `folder`, unless an equal one is there, verifies it, and returns its place. Raises Damaged."""
+    def fetch(self, step: int, folder: Path, *, anew: bool = False) -> Path:
+        """Copies a checkpoint into `folder`, verifies it, and returns its place. Unless `anew`, one with an equal manifest and files of
+        those sizes stays, unverified. Raises Damaged."""
         manifest, target = self.manifest(step), files.step_folder(folder, step)
         with suppress(Damaged):
-            if files.read_manifest(target) == manifest:
+            if not anew and files.read_manifest(target) == manifest:
                 return target
         present, name = self.objects().get(step, {}), f"-fetch.{secrets.token_hex(4)}-0"  # groups may share the folder
         partial = files.begin(folder, step, name)
@@ -155,6 +164,20 @@ class ObjectStore:
             return files.publish(folder, manifest, name)
         finally:
             files.discard(folder, step, name)
+
+    def set_aside(self, step: int, manifest: Manifest) -> None:
+        """Moves a checkpoint to abandoned/step-N, where no launch finds it, unless another one is in its place. A store has no rename, so
+        its objects are copied, and `tidy` removes those that no manifest names any more."""
+        try:
+            if self.manifest(step) != manifest:
+                return
+        except Damaged:
+            return
+        digest = hashlib.blake2b(manifest.to_json().encode(), digest_size=16).hexdigest()
+        for name in self.objects()[step]:
+            copy = f"{name}.{digest}" if name == MANIFEST else name
+            self._call("cp_file", f"step-{step}/{name}", f"{self.place[1]}/{ABANDONED}/step-{step}/{copy}")
+        self._call("rm_file", f"step-{step}/{MANIFEST}")
 
     def segments(self) -> dict[str, list[tuple[int, int, str]]]:
         """Returns first byte, bytes and object of each segment of each file that was put, in order: {"metrics.jsonl": [...]}."""
@@ -266,6 +289,7 @@ class Uploader:
         self.store = store
         self.done = set[int]()  # steps that this launch has put
         self.replaceable = set[int]()  # steps of this run's own that it may put again
+        self.abandoned = dict[int, Manifest]()  # checkpoints in the store that are set aside before the next one is put
         self._folder, self._keep, self._beside = folder, keep, beside
         self._lease, self._log, self._report = lease, log, report
         self._clock, self._retry_s, self._slow_s = clock, retry_s, slow_s
@@ -381,6 +405,9 @@ class Uploader:
         try:
             path, anew = files.step_folder(self._folder, step), step in self.replaceable
             manifest = files.read_manifest(path)
+            for newer in list(self.abandoned):
+                self.store.set_aside(newer, self.abandoned[newer])
+                del self.abandoned[newer]
             # before the checkpoint: a run that resumes from it needs the rows of the steps up to it
             self.store.put_files(self._folder.parent, self._beside)
             self.store.put(path, replaces=replaces, anew=anew)

@@ -122,7 +122,7 @@ def steps_in(folder: Path) -> list[int]:
     return checkpoint_files.list_steps(folder / "checkpoint")
 
 
-def data_file(folder: Path, step: int) -> Path:
+def data_file(folder: Path, step: int | str) -> Path:
     return next((folder / "checkpoint" / f"step-{step}").glob("*.distcp"))
 
 

@@ -231,6 +231,15 @@ def test_a_beginning_that_is_damaged_or_none(tmp_path: Path) -> None:
         ({"initial_load_path": "x", "enable": False}, 'initial_load_path = "x": needs checkpoint.enable = true'),
         ({"create_seed_checkpoint": True, "enable": False}, "create_seed_checkpoint = true: needs checkpoint.enable"),
         ({"folder": "./"}, 'folder = "./": must be a folder of its own; nearest: "checkpoint"'),
+        (
+            {"folder": "../ckpt"},
+            'folder = "../ckpt": must be inside the run\'s folder, or absolute, without ".."; nearest: "ckpt"',
+        ),
+        (
+            {"folder": "/a/../b"},
+            'folder = "/a/../b": must be inside the run\'s folder, or absolute, without ".."; nearest: "/a/b"',
+        ),
+        ({"folder": "initial/"}, 'folder = "initial/": a copy of checkpoint.initial_load_path has that name; nearest'),
         ({"create_seed_checkpoint": True, "load_only": True}, "load_only = true: no seed checkpoint would be written"),
         ({"create_seed_checkpoint": True, "initial_load_path": "x"}, 'initial_load_path = "x": a seed has freshly'),
         ({"exclude_from_loading": ("a", "b")}, 'exclude_from_loading = ["a", "b"]: needs checkpoint.initial_load_path'),

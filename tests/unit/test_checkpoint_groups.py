@@ -145,6 +145,11 @@ def test_a_step_that_was_being_replaced_is_not_lost(tmp_path: Path):
     with pytest.raises(CheckpointFailed):
         b.checkpointer.save(2)
     assert steps_in(tmp_path) == [2]
+    (tmp_path / "checkpoint/step-2").rename(tmp_path / "checkpoint/step-2.replaced")
+    (tmp_path / "checkpoint/step-4.partial-epoch-9").mkdir()  # of a newer writer
+    c = Group(tmp_path, None, seed=1)
+    assert c.checkpointer.load() == 2 and same(c.everything(), a.everything())
+    assert names(tmp_path) == ["step-2", "step-4.partial-epoch-9"]
 
 
 def test_the_lease_is_looked_at_with_the_rest_of_the_save(tmp_path: Path):

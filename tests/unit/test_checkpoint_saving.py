@@ -33,12 +33,29 @@ def test_the_newest_k_are_kept(tmp_path: Path) -> None:
     assert steps_in(tmp_path) == [3, 4, 5, 6]
 
 
-def test_a_checkpoint_below_newer_ones_is_kept_and_removes_none_of_them(tmp_path: Path) -> None:
-    Job(tmp_path, keep_latest_k=0).step_and_save(2, 4, 6, 8)
-    again = Job(tmp_path, keep_latest_k=2, load_step=2)
-    assert again.checkpointer.load() == 2
+def test_what_load_step_goes_back_behind_is_set_aside_by_the_first_save(tmp_path: Path) -> None:
+    """It is of a history that the run has left: the next launch goes on from the new one, and nothing is removed."""
+    job = Job(tmp_path, keep_latest_k=0)
+    job.step_and_save(2, 4, 6)
+    content = data_file(tmp_path, 6).read_bytes()
+    job.step_and_save(8)
+    again = Job(tmp_path, keep_latest_k=3, load_step=2)
+    assert again.checkpointer.load() == 2 and steps_in(tmp_path) == [2, 4, 6, 8]
+    again.ledger.state["position"] = 1000
     again.step_and_save(3)
-    assert steps_in(tmp_path) == [3, 4, 6, 8]
+    assert steps_in(tmp_path) == [2, 3]
+    [warning] = again.log.warnings
+    assert warning == (
+        f"checkpoint: steps 4, 6, 8, newer than checkpoint.load_step = 2, set aside as {tmp_path}/checkpoint/step-*.abandoned*"
+    )
+    assert data_file(tmp_path, "6.abandoned").read_bytes() == content
+    again.step_and_save(6)
+    resumed = Job(tmp_path, keep_latest_k=2)
+    assert resumed.checkpointer.load() == 6 and same(resumed.everything(), again.everything())
+    twice = Job(tmp_path, load_step=3)
+    twice.checkpointer.load()
+    twice.step_and_save(4)
+    assert steps_in(tmp_path) == [2, 3, 4] and (tmp_path / "checkpoint/step-6.abandoned-2").exists()
 
 
 def test_a_damaged_checkpoint_does_not_count_as_kept(tmp_path: Path) -> None:

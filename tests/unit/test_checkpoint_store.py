@@ -11,7 +11,10 @@ from typing import Any
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
-from tests.unit.checkpoint_job import Job, same, steps_in
+from configs.errors import ConfigError
+from configs.load import load
+from configs.saved import FILE_NAME, check_saved, save
+from tests.unit.checkpoint_job import Job, data_file, flip_a_bit, same, steps_in
 from tests.unit.test_checkpoint_groups import Group
 from tests.unit.test_saver import End
 from training.checkpoint import CheckpointConfig, CheckpointFailed
@@ -85,6 +88,50 @@ def test_damage_in_the_store_costs_one_checkpoint(tmp_path: Path):
     assert again.checkpointer.load() == 4 and same(again.everything(), job.everything())
 
 
+def test_settings_of_another_machine_are_those_of_the_run(tmp_path: Path):
+    (tmp_path / "run.toml").write_text("[optimizer]\nlr = 1e-3\n")
+    own, other = (
+        load([str(tmp_path / "run.toml"), f"--checkpoint.folder={URL}", f"--optimizer.lr={lr}"]) for lr in (1e-3, 5e-4)
+    )
+    for machine, config, step in (("1", own, 2), ("2", other, 4)):
+        job = start(tmp_path / machine)
+        job.checkpointer.load()
+        job.step_and_save(step)
+        save(config, tmp_path / machine / "run")
+        STORE.put_files(tmp_path / machine / "run", [FILE_NAME])
+        stored(job)
+        assert check_saved(config, tmp_path / machine / "run", world_size=1) == {}
+    with pytest.raises(ConfigError, match=r"optimizer.lr: saved 0\.0005, now 0\.001"):
+        check_saved(own, tmp_path / "1" / "run", world_size=1)
+    ahead = start(tmp_path / "2")
+    ahead.checkpointer.load()
+    ahead.checkpointer.close()
+    save(own, tmp_path / "2" / "run")  # a change that the store does not have yet
+    assert check_saved(own, tmp_path / "2" / "run", world_size=1) == {}
+
+
+def test_damage_on_the_disk_is_repaired_from_the_store(tmp_path: Path):
+    job = saved(tmp_path / "1", 2, 4)
+    flip_a_bit(data_file(tmp_path / "1" / "run", 4))
+    again = start(tmp_path / "1", seed=1)
+    assert again.checkpointer.load() == 4 and same(again.everything(), job.everything())
+    [warning] = again.log.warnings
+    assert warning.startswith("checkpoint: step 4 is damaged (__0_0.distcp: bytes 0 to ")
+    assert warning.endswith(f"), fetched again from {URL}/run")
+
+
+def test_a_rewind_is_not_held_to_load_step(tmp_path: Path):
+    saved(tmp_path / "1", 2)
+    job = start(tmp_path / "1", load_step=2, keep_latest_k=2)
+    job.checkpointer.load()
+    for step in (4, 6, 8):
+        job.step_and_save(step)
+        stored(job)
+    assert STORE.steps() == steps_in(tmp_path / "1" / "run") == [6, 8]
+    job.checkpointer.rewind(7, [], lambda: None)
+    assert job.ledger.state["step"] == 6
+
+
 def test_an_earlier_step_is_trained_again(tmp_path: Path):
     """And its new successors take the places of the old ones."""
     saved(tmp_path / "1", 2, 4, 6)
@@ -94,7 +141,10 @@ def test_an_earlier_step_is_trained_again(tmp_path: Path):
     other.step_and_save(4)
     other.checkpointer.close()
     assert other.log.warnings == []
-    again = start(tmp_path / "3", load_step=4)
+    assert STORE.steps() == [2, 4], "step 6 is set aside"
+    [manifest] = [name for name in MemoryFileSystem.store if f"/abandoned/step-6/{MANIFEST}." in name]
+    assert MemoryFileSystem.store[manifest].getvalue()
+    again = start(tmp_path / "3")
     assert again.checkpointer.load() == 4 and again.ledger.state["position"] == other.ledger.state["position"]
 
 

@@ -79,9 +79,9 @@ def test_a_folder_of_checkpoints_that_is_a_file_or_cannot_be_written(
     for name in ("a", "b"):
         (folder / name).mkdir()
     (folder / "a" / "file").touch()
-    for given, file in ((folder / "a" / "file", folder / "a" / "file"), ("../../a/file", Path("a/file"))):
-        expected = f'--checkpoint.folder = "{given}": {file} is a file, not a folder'
-        assert complaints(folder, f"--checkpoint.folder={given}") == [expected]
+    file = folder / "a" / "file"
+    expected = f'--checkpoint.folder = "{file}": {file} is a file, not a folder'
+    assert complaints(folder, f"--checkpoint.folder={file}") == [expected]
     may_not_write(monkeypatch, folder / "b")
     assert complaints(folder, f"--checkpoint.folder={folder}/b/c") == [
         f'--checkpoint.folder = "{folder}/b/c": this user may not write {folder}/b; nearest: a folder that it may write'
