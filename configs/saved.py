@@ -19,6 +19,8 @@ from configs.load import FILE_NAME, read_saved, section_types
 from configs.schema import RunConfig
 from parallelisms.mesh import degrees
 from training.appended import replace_file
+from training.checkpoint import CheckpointConfig
+from training.checkpoint_files import list_steps
 from training.object_store import ObjectStore, is_url
 
 BATCH = "training.global_batch_size"
@@ -43,6 +45,7 @@ _IDENTITY = (
     "fault_tolerance.num_fragments",
     "fault_tolerance.fragment_",
     "fault_tolerance.outer_",
+    "fault_tolerance.should_quantize",
 )
 _MAY_CHANGE = (  # but not between groups
     "optimizer.implementation",  # the same update rule, rounded differently
@@ -118,8 +121,7 @@ def check_saved(config: RunConfig, folder: Path, *, world_size: int | None = Non
     that resume.allow names: key -> "old -> new". `world_size`: ranks of this launch; None: nothing is trained, and the batch size is not
     compared."""
     _check_allowed(config)
-    saved = folder / FILE_NAME
-    if config.checkpoint.enable and is_url(config.checkpoint.folder) and not saved.exists():
+    if config.checkpoint.enable and is_url(config.checkpoint.folder):
         with suppress(OSError):  # of a store that does not answer, the checkpoint's error is reported
             store, local = ObjectStore(config.checkpoint.place(folder)), folder / config.checkpoint.local_folder
             # a launch on another machine, with settings of its own, may have saved since
@@ -127,6 +129,8 @@ def check_saved(config: RunConfig, folder: Path, *, world_size: int | None = Non
                 store.fetch_files(folder, [FILE_NAME])
     if (before := read_saved(folder)) is None:
         return {}
+    if world_size is not None:
+        _check_goes_on(config, folder, before)
     differences = list(_differences(config, before, world_size))
     kinds = (config.training.dataset, before.get("training", {}).get("dataset"))
     # a stream has one order, and no position that another data set could continue
@@ -146,6 +150,22 @@ def check_saved(config: RunConfig, folder: Path, *, world_size: int | None = Non
         )
     raise_problems(problems, config.origin.file)
     return {key: f"{old} -> {new}" for key, old, new in differences}
+
+
+def _check_goes_on(config: RunConfig, folder: Path, before: Mapping[str, Any]) -> None:
+    """Raises ConfigError if a launch would not see the checkpoints of the run, begin it anew, and remove the rows of its metrics."""
+    checkpoint = config.checkpoint
+    saved = CheckpointConfig(folder=before.get("checkpoint", {}).get("folder", CheckpointConfig.folder)).local_folder
+    step = max(list_steps(folder / saved), default=0)
+    if not step or (checkpoint.enable and list_steps(folder / checkpoint.local_folder)):
+        return
+    key = "checkpoint.folder" if checkpoint.enable else "checkpoint.enable"
+    shown = f'"{checkpoint.folder}"' if checkpoint.enable else "false"
+    nearest = f'; nearest: "{saved}"' if checkpoint.enable else "; nearest: true"
+    raise ConfigError(
+        f"{config.origin.place(key)} = {shown}: {folder / saved} has checkpoints up to step {step}, and this launch would begin anew at "
+        f"step 0 and erase the run's record{nearest}, or another --job.name"
+    )
 
 
 def _may_be_allowed(key: str) -> bool:

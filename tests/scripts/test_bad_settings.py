@@ -43,6 +43,9 @@ TOKENIZER = {
 }
 
 
+SAVED: dict[str, str | bytes] = {"outputs/run/config.toml": GOOD, "outputs/run/checkpoint/step-40/manifest.json": "{}"}
+
+
 @dataclass(frozen=True)
 class Case:
     """What the user has (files), says (toml, argv, nproc) and is told (message, on standard error after "pharos: ")."""
@@ -188,6 +191,8 @@ CASES = [
         "outputs/run/config.toml:2: not TOML: Expected '=' after a key in a key/value pair: seq_len; an earlier launch of this run wrote it: restore it, or remove it",
         files={"outputs/run/config.toml": "[training]\nseq_len"},
     ),
+    Case("a run whose checkpoints are left out", '--checkpoint.enable = false: outputs/run/checkpoint has checkpoints up to step 40, and this launch would begin anew at step 0 and erase the run\'s record; nearest: true, or another --job.name', ("--checkpoint.enable=false",), files=SAVED),
+    Case("a run whose checkpoints are elsewhere", '--checkpoint.folder = "other": outputs/run/checkpoint has checkpoints up to step 40, and this launch would begin anew at step 0 and erase the run\'s record; nearest: "checkpoint", or another --job.name', ("--checkpoint.folder=other",), files=SAVED),
     Case("weights missing", '--checkpoint.initial_load_path = "nope": no such folder; there are no checkpoints in it', ("--checkpoint.initial_load_path=nope",)),
     Case("pattern without a parameter", '--optimizer.groups[0].pattern = "*.nrom.*": matches no parameter that the optimizer steps; the names are layers.*.attention.wk.weight, layers.*.attention.wo.weight, layers.*.attention.wq.weight, layers.*.attention.wv.weight, layers.*.attention_norm.weight, layers.*.feed_forward.w1.weight, layers.*.feed_forward.w2.weight, layers.*.feed_forward.w3.weight, layers.*.ffn_norm.weight, norm.weight, output.weight, tok_embeddings.weight', ('--optimizer.groups=[{pattern = "*.nrom.*"}]',)),
 ]  # fmt: skip

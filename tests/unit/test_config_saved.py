@@ -101,13 +101,14 @@ def test_a_new_run_has_nothing_to_compare_with(tmp_path: Path) -> None:
             'saved [], now [{pattern = "a", weight_decay = -1.0, lr_factor = 1.0}]',
         ),
         ("--lr_scheduler.warmup_steps=1", "saved 200, now 1"),
+        ("--fault_tolerance.should_quantize=true", "saved false, now true"),
     ],
 )
 def test_what_makes_another_run_is_refused(tmp_path: Path, changed: str, difference: str) -> None:
     save(configure(tmp_path), tmp_path / "run")
     key = changed.split("=")[0]
     name = key.removeprefix("--")
-    branches = not name.startswith("model.") and name != "training.dtype"
+    branches = not name.startswith(("model.", "fault_tolerance.")) and name != "training.dtype"
     assert refusal(configure(tmp_path, changed)) == [f"{key}: {difference}", *([cure(name)] if branches else [])]
 
 
