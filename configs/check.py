@@ -94,7 +94,7 @@ def check_resume(config: RunConfig, changed: Collection[str], *, world_size: int
         batch = max(0, training.global_batch_size)
         batch = batch or training.local_batch_size * degrees(config.parallelism, world_size).data_parallel
         steps = training.steps - step
-        if config.fault_tolerance.enable:  # as Components.resume_data
+        if config.fault_tolerance.enable or ledger.get("rewinds") or training.skip:  # as Components.resume_data
             steps = min(steps, STEPS_TO_STOP * config.fault_tolerance.inner_steps)
         data.resume_at(ledger["position"], ledger["holes"], changed, steps * batch)
 

@@ -354,8 +354,10 @@ class Components:
         # the loaded step: an older one if the newest is damaged, or that of load_step
         self.metrics_processor.resume_step = self.changed_step = self.manager.step + self.inner_steps
         ledger, left = self.manager.loaded_ledger, self.config.training.steps - self.manager.step
-        # several groups reach the end of the budgets at a step that nothing tells beforehand: see Run.check_budgets
-        steps = min(left, STEPS_TO_STOP * self.inner_steps) if self.config.fault_tolerance.enable else left
+        # several groups, and a run that has left data out, reach the end of the budgets at a step that nothing tells beforehand: see
+        # Run.check_budgets
+        early = self.config.fault_tolerance.enable or position or self.manager.rewinds or self.config.training.skip
+        steps = min(left, STEPS_TO_STOP * self.inner_steps) if early else left
         begin = ledger.get("position", 0)
         needed = steps * self.slot_size + max(0, position - begin)
         text = self.data.resume_at(begin, ledger.get("holes", ()), self.changes, needed)
