@@ -78,7 +78,9 @@ class MetricsProcessor:
         self._wall_clock = wall_clock
         self._memory = Memory(device)
         self._peak_tflops = config.peak_tflops or (known_peak_tflops(device.name) if device else None)
-        self._first_step = self._commits = 0  # first committed step and number of commits of this launch
+        self._first_step = self._commits = (
+            0  # first committed step since the launch or a rewind; commits of this launch
+        )
         self._resumed: tuple[int, int] | None = None  # step and tokens before the first commit of this launch
         self._loss = math.nan
         self._validation_loss: float | None = None  # of the newest validation
@@ -109,8 +111,9 @@ class MetricsProcessor:
         total_s, data_s, checkpoint_s, long_s = (now - then for now, then in zip(self._spent, before, strict=True))
         step_s = total_s - long_s
         if first := not self._commits:
-            self._resumed, self._first_step = (step - steps, self.tokens), step
-            self._after_first_s = self._progress.total()
+            self._resumed = (step - steps, self.tokens)
+        if first or rewound:
+            self._first_step, self._after_first_s = step, self._progress.total()
         self._commits, self._loss, self.tokens = self._commits + 1, loss, self.tokens + tokens
         devices = self._world_size * groups.get("quorum_size", 1)
         for name, more in zip(self._interval, (steps, tokens, step_s, data_s, step_s * devices), strict=True):
@@ -293,7 +296,7 @@ class MetricsProcessor:
         return "  ".join(fields)
 
     def eta_s(self, step: int) -> float | None:
-        """Returns the seconds to the last step at the pace of this launch, without its first step (compilation); None: unknown."""
+        """Returns the seconds to the last step at the pace since the launch or a rewind, without the first step after it; None: unknown."""
         done = step - self._first_step
         if done <= 0 or step >= self._steps:
             return None

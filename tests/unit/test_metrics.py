@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from ft.seam import Commit
+from ft.seam import Commit, Rewound
 from parallelisms.device import DEVICE_TRAITS, DeviceTraits
 from tests.unit.fakes import Clock
 from training.log import Log
@@ -78,9 +78,9 @@ class Run:
     def commit(
         self, step: int, *, loss: float = 2.5, tokens: int = 1000, quorum_size: int = 1, heals: int | None = None,
         slots: Sequence[tuple[int, str]] = (), holes: Sequence[int] = (), skipped: Sequence[tuple[int, int]] = (),
-        spike: str = "", steps: int = 1,
+        spike: str = "", steps: int = 1, rewound: Rewound | None = None,
     ) -> None:  # fmt: skip
-        commit = Commit(tokens, (0,), loss, quorum_size, tuple(slots), tuple(holes), tuple(skipped))
+        commit = Commit(tokens, (0,), loss, quorum_size, tuple(slots), tuple(holes), tuple(skipped), rewound)
         self.metrics_processor.step(step, commit, Update(0.5, 3e-4, spike), slot_size=4, steps=steps, heals=heals)
 
     @property
@@ -184,6 +184,9 @@ def test_the_time_to_the_end_includes_checkpoints_but_not_the_first_step() -> No
     run.spend("checkpoint", 8)
     run.steps(6, 10)  # 9 steps in 12.5 s
     assert run.lines[-1].endswith("ETA 2:19")
+    run.commit(6, rewound=Rewound(5, 11, "loss nan", ()))  # steps count from here again
+    run.steps(7, 10)
+    assert run.lines[-1].endswith("ETA 50 s")
 
 
 def test_tags_are_torchtitans() -> None:
