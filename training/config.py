@@ -105,7 +105,8 @@ class TrainingConfig:
     max_norm: Annotated[float, "gradients are clipped to this norm; 0: no clipping", ">= 0"] = 1.0
     on_spike: Annotated[
         Literal["stop", "skip", "rewind"],
-        "what happens at a spike (a loss or gradient norm of NaN or Inf, or beyond spike_factor); stop: the run ends; skip: the step is "
+        "what happens at a spike (a loss or gradient norm of NaN or Inf, or beyond spike_factor); stop: the run ends (but a loss of NaN or "
+        "Inf in one of several groups ends nothing: that group contributes zeros, and its slot comes again); skip: the step is "
         "not applied, its data is skipped; rewind: the run goes back to the newest checkpoint before it, the data since is skipped",
     ] = "stop"
     spike_window: Annotated[

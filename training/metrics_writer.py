@@ -2,8 +2,8 @@
 
 The training thread appends rows; the background writer's thread (background_writer.py) writes them, so full, read-only or slow storage does
 not delay a step, and a torn line is removed and written again. Rows are kept until they are in the files, up to KEPT_BYTES and KEPT_S. If
-a process is killed, other groups still have its newest rows; a run of one group writes all rows before its newest checkpoint (`sync`) and
-repeats later steps.
+a process is killed, other groups still have its newest rows; a run of one group repeats the steps since its newest checkpoint, before which
+it has written all rows (`sync`), unless storage of the run's folder failed then, or did not answer for SYNC_S.
 
 All groups have the same metrics, since reductions give all of them the same results. A new writer first writes the rows that the previous
 one did not write, and removes rows of steps that were not committed: each step is in metrics.jsonl and samples.jsonl exactly once. A
