@@ -156,7 +156,7 @@ class TopKRouter(Router):
         if self.bias is not None:
             weights = cast(Tensor, _Load.apply(weights, local(self.bias), chosen))
         if config.balance_loss:
-            weights = cast(Tensor, _AddLoss.apply(weights, self.balance_loss(scores, chosen)))
+            weights = cast(Tensor, _AddLoss.apply(weights, self.auxiliary_loss(scores, chosen)))
         return weights, chosen
 
     def scores(self, x: Tensor) -> Tensor:  # [B, T, C] -> [B, T, E]
@@ -169,7 +169,7 @@ class TopKRouter(Router):
     def selection(self, x: Tensor) -> Tensor:
         return self.biased(self.scores(x))
 
-    def balance_loss(self, scores: Tensor, chosen: Tensor) -> Tensor:
+    def auxiliary_loss(self, scores: Tensor, chosen: Tensor) -> Tensor:
         """Returns the auxiliary loss of these sequences times their tokens, as the loss is a sum over tokens (DeepSeek-V3, equations 17 to
         20). The share of an expert is that of the whole sequence, also where ranks hold parts of it."""
         config = self.config

@@ -54,7 +54,7 @@ class Format(qwen3_hf.Format):
 
     def own_settings(self, body: Mapping[str, Any]) -> dict[str, Any]:
         dense = body.get("mlp_only_layers") or []
-        if dense != list(range(len(dense))):
+        if not isinstance(dense, list) or dense != list(range(len(dense))):
             raise ValueError(f"mlp_only_layers = {shown(dense)}: here only the first blocks can be dense")
         normalize = body.get("norm_topk_prob", False)
         if not isinstance(normalize, bool):
@@ -63,7 +63,9 @@ class Format(qwen3_hf.Format):
         if isinstance(coefficient, bool) or not isinstance(coefficient, int | float) or coefficient < 0:
             raise ValueError(f"router_aux_loss_coef = {shown(coefficient)}: must be a number from 0")
         width = number(body, "head_dim", number(body, "hidden_size") // number(body, "num_attention_heads"))
-        own = {"dense_layers": len(dense), "normalize_weights": normalize, "balance_loss": float(coefficient)}
+        sparse = max(1, number(body, "num_hidden_layers") - len(dense))  # 0 is refused by Config.check
+        balance_loss = coefficient * number(body, "num_experts_per_tok") / sparse  # see write_config
+        own = {"dense_layers": len(dense), "normalize_weights": normalize, "balance_loss": balance_loss}
         return {**super().own_settings(body), **own, "head_dim": width}
 
     def read_config(self, body: Mapping[str, Any]) -> Published:
@@ -79,10 +81,13 @@ class Format(qwen3_hf.Format):
         return super().entries(config, vocab_size=vocab_size)
 
     def write_config(self, config: Any, **settings: Any) -> dict[str, Any]:
+        # Where experts are balanced, theirs is the coefficient times k, as a mean over sparse blocks; ours is the coefficient, summed over
+        # them. Rounded, so that an imported coefficient comes back as it was.
+        coefficient = config.balance_loss * (config.n_layers - config.dense_layers) / config.experts_per_token
         return {
             **super().write_config(config, **settings),
             "decoder_sparse_step": 1,
             "mlp_only_layers": list(range(config.dense_layers)),
             "norm_topk_prob": config.normalize_weights,
-            "router_aux_loss_coef": config.balance_loss,
+            "router_aux_loss_coef": float(f"{coefficient:.12g}"),
         }

@@ -30,7 +30,7 @@ class Format(llama_hf.Format):
 
     def own_settings(self, body: Mapping[str, Any]) -> dict[str, Any]:
         kinds = body.get("layer_types") or ["full_attention"]
-        if set(kinds) != {"full_attention"}:
+        if not isinstance(kinds, list) or any(kind != "full_attention" for kind in kinds):
             raise ValueError(
                 f'layer_types = {shown(kinds)}: attention here is over all earlier tokens; supported: "full_attention"'
             )

@@ -35,9 +35,11 @@ from models.llama_hf import Entry, Format, Published
 from scripts.generate import checkpoint_of, lasting, state_of
 from scripts.make_seed_checkpoint import WriteProgress, check_room
 from training import checkpoint_dcp, checkpoint_files
+from training.checkpoint import CheckpointConfig
 from training.checkpoint_dcp import StreamingPlanner
 from training.checkpoint_files import CheckpointFailed, Manifest, Removed, is_same, read_verified, step_folder
 from training.log import Log
+from training.object_store import is_url
 from training.tokenizer import ByteTokenizer, build_tokenizer
 
 BOS, EOS, PAD = "<|begin_of_text|>", "<|end_of_text|>", "<|pad|>"  # of the built-in byte tokenizer
@@ -91,7 +93,7 @@ def import_folder(folder: Path, out: Path, *, config_file: Path, tokenizer: str 
             (partial / "tokenizer").mkdir()
             for name, file in source.tokenizer.items():
                 shutil.copyfile(file, partial / "tokenizer" / name)
-        checkpoints = partial / config.checkpoint.local_folder
+        checkpoints = partial / CheckpointConfig.folder
         step_0 = checkpoint_files.begin(checkpoints, 0)
         try:
             planner = StreamingPlanner(make, written=progress.add)
@@ -117,7 +119,7 @@ def check_published(folder: Path, *, tokenizer: str | None, dtype: str) -> Publi
     body = read_json(config_json)
     try:
         kind = body.get("model_type")
-        by_type = {format.model_type: format for format in map(format_of, formats()) if format}
+        by_type = formats_by_type()
         if not (format := by_type.get(str(kind))):
             raise ValueError(f"model_type = {json.dumps(kind)}: another architecture; supported: {', '.join(by_type)}")
         published = format.read_config(body)
@@ -134,8 +136,8 @@ def check_published(folder: Path, *, tokenizer: str | None, dtype: str) -> Publi
     wanted = {name: shape for entry in entries for name, shape in entry.parts.items()}
     if copied_head := head not in wanted and head in weights.found:  # tied, but in the files all the same
         wanted[head] = wanted[embedding]
-    usual, _ = Counter(found.code for found in weights.found.values()).most_common(1)[0]
-    code = "" if dtype else CODES.get(published.dtype, "") or usual
+    usual = Counter(found.code for found in weights.found.values()).most_common(1)
+    code = "" if dtype else CODES.get(published.dtype) or (usual[0][0] if usual else "")
     layers = f"{published.config.n_layers} layer{'s' * (published.config.n_layers > 1)}"
     weights.check(wanted, code=code, ignore=format.derived, architecture=f"{format.architecture} of {layers}")
     if copied_head and not torch.equal(weights.read(head), weights.read(embedding)):
@@ -170,6 +172,16 @@ def formats() -> list[str]:
     return sorted(path.stem.removesuffix("_hf") for path in Path(models.__path__[0]).glob("*_hf.py"))
 
 
+def formats_by_type() -> dict[str, Format]:
+    """Returns the formats by the model_type of config.json. Raises ValueError if two have the same."""
+    found: dict[str, Format] = {}
+    for format in filter(None, map(format_of, formats())):
+        if (other := found.setdefault(format.model_type, format)) is not format:
+            names = " and ".join(f"models/{each.name}_hf.py" for each in (other, format))
+            raise ValueError(f'model_type = "{format.model_type}": {names} both have it; must differ')
+    return found
+
+
 def format_of(name: object) -> Format | None:
     """Returns the Hugging Face format of a model, found by its name as the model is; None: it has none."""
     if name not in formats():
@@ -186,7 +198,11 @@ def settings(source: PublishedWeights, out: Path, config_file: Path) -> RunConfi
         name += "-run"  # the run's folder must differ from OUT
     checkpoint = replace(
         base.checkpoint,
-        initial_load_path=str(step_folder(out / base.checkpoint.local_folder, 0)),
+        # one of another run could have its checkpoints, which this run would resume from instead of the import
+        folder=base.checkpoint.folder if is_url(base.checkpoint.folder) else CheckpointConfig.folder,
+        load_step=-1,
+        initial_load_model_only=True,
+        initial_load_path=str(step_folder(out / CheckpointConfig.folder, 0)),
         # so that training.seq_len can be changed
         exclude_from_loading=tuple(f"model.{name}" for name in source.format.buffers(source.published.config, 1)),
         create_seed_checkpoint=False,  # OUT has one
@@ -255,8 +271,10 @@ def export_run(
                 raise Removed(path) from None
             raise
 
-    named = step >= 0 or (run / ".metadata").is_file()
-    lasting(export, "name the run's folder to export its newest checkpoint" if named else "", log.warning)
+    cure = "without --step the newest is exported" if step >= 0 else ""
+    if (run / ".metadata").is_file():
+        cure = "name the run's folder to export its newest checkpoint"
+    lasting(export, cure, log.warning)
 
 
 def _write(checkpoint: Checkpoint, out: Path, shard_bytes: int, dtype: str, max_positions: int, log: Log) -> None:

@@ -11,11 +11,12 @@ import pytest
 import torch
 
 from configs.load import load
-from models import llama
+from models import llama, moe, moe_hf
 from scripts import make_seed_checkpoint
 from scripts.generate import load_model
 from tests.scripts.hf_world import KINDS, ROOT, V, our_logits, run, same, saved, tensors, their_logits, tokenizers_of
 from tests.scripts.tiny_job import python
+from training.checkpoint import CheckpointConfig
 from training.checkpoint_files import read_manifest, verify
 from training.log import Log
 from training.tokenizer import ByteTokenizer, FileTokenizer
@@ -93,6 +94,33 @@ def test_a_run_of_ours_comes_back_as_the_same_bits_and_gives_the_same_logits(nam
     assert same(saved(Path("back/checkpoint/step-0")), saved(ours / "checkpoint/step-0"))
     before, after = load([str(ours / "config.toml")]), load(["back/config.toml"])
     assert before.training == after.training and {**vars(after.model), "tokenizer_path": ""} == vars(before.model)
+
+
+def test_an_import_touches_no_folder_of_the_run_whose_settings_it_takes(published: Path):
+    for folder in (str(Path("elsewhere").absolute()), "../elsewhere"):
+        Path("base.toml").write_text(
+            f'[checkpoint]\nfolder = "{folder}"\nload_step = 3\n'
+            'initial_load_path = "other/step-3"\ninitial_load_model_only = false\n'
+        )
+        assert run("import", published / "grouped", "ours", "--config", "base.toml") == 0
+        assert load(["ours/config.toml"]).checkpoint == CheckpointConfig(
+            initial_load_path="ours/checkpoint/step-0", exclude_from_loading=("model.freqs_cis",)
+        )
+        verify(Path("ours/checkpoint/step-0"), read_manifest(Path("ours/checkpoint/step-0")))
+        assert not Path("elsewhere").exists()
+        shutil.rmtree("ours")
+
+
+@pytest.mark.parametrize("layers", [1, 3])
+def test_the_auxiliary_loss_is_theirs(layers: int, transformers: Any):
+    theirs = transformers.models.qwen3_moe.modeling_qwen3_moe
+    body = transformers.Qwen3MoeConfig(num_hidden_layers=layers, num_experts=8, num_experts_per_tok=2).to_dict()
+    config = moe_hf.Format().read_config(body).config
+    logits = torch.randn(1, 16, 8, generator=torch.Generator().manual_seed(7))
+    scores = logits.softmax(-1)
+    ours = layers * moe.TopKRouter(config).auxiliary_loss(scores, scores.topk(2).indices) / 16
+    wanted = body["router_aux_loss_coef"] * theirs.load_balancing_loss_func((logits[0],) * layers, 8, 2)
+    assert ours.item() == pytest.approx(wanted.item(), rel=1e-5)
 
 
 def test_sixteen_bits_stay_sixteen_bits_and_a_dtype_that_is_asked_for_is_made(published: Path, transformers: Any):

@@ -98,6 +98,10 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "no header": (lambda file: file.write_bytes(b"\xff" * 16), f"{NOT_WHOLE}header too large; it has 16 bytes"),
     "a list for a header": (lambda file: headed(file, "[1, 2]"), f"{NOT_WHOLE}; it has 14 bytes"),
     "a bottomless header": (lambda file: headed(file, "[" * 100_000), f"{NOT_WHOLE}; it has 100,008 bytes"),
+    "no tensors": (
+        lambda file: headed(file, "{}"),
+        r"F: model.embed_tokens.weight: missing; expected F32 \[300, 64\]; .*",
+    ),
     "empty": (lambda file: file.write_bytes(b""), f"{NOT_WHOLE}; it has 0 bytes"),
     "truncated": (truncated, rf"{NOT_WHOLE}; it has [\d,]+ bytes, expected [\d,]+ by its header"),
     "missing tensor": (edited(lambda c: c.pop(UP)), rf"F: {UP}: missing; expected F32 \[96, 64\]"),
@@ -296,7 +300,7 @@ def test_an_import_without_a_tokenizer_needs_one(published: Path, capsys: pytest
     assert load(["bytes/config.toml"]).model.tokenizer_path == "" and not Path("bytes/tokenizer").exists()
 
 
-def test_a_model_of_a_fork_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path):
+def test_a_model_of_a_fork_is_refused(published: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path):
     assert make_seed_checkpoint.main(["tiny.toml"]) == 0
     settings = Path("outputs/tiny/config.toml")
     settings.write_text(settings.read_text().replace('name = "llama"', 'name = "relu2"'))
@@ -306,8 +310,17 @@ def test_a_model_of_a_fork_is_refused(capsys: pytest.CaptureFixture[str], tmp_pa
     models.__path__.append(str(fork))
     try:
         said = refusal(capsys, "export", "outputs/tiny", "out")
+        models.__path__.insert(0, models.__path__.pop())  # the folder of the formats is the first
+        for name in ("relu2", "relu3"):
+            (fork / f"{name}_hf.py").write_text("from models import llama_hf\nclass Format(llama_hf.Format): ...\n")
+        twice = refusal(capsys, "import", published / "grouped", "out")
     finally:
         models.__path__.remove(str(fork))
+        for name in ("relu2", "relu3"):
+            sys.modules.pop(f"models.{name}_hf", None)
+    assert twice.endswith(
+        'config.json: model_type = "llama": models/relu2_hf.py and models/relu3_hf.py both have it; must differ'
+    )
     assert said == (
         'hf: outputs/tiny/config.toml: model.name = "relu2": there is no models/relu2_hf.py with its names in Hugging Face\'s format; '
         "there are those of llama, moe, qwen3"

@@ -129,6 +129,7 @@ def test_hugging_face_names_and_settings():
     ("change", "message"),
     [
         ({"layer_types": ["sliding_attention"]}, 'layer_types = ["sliding_attention"]: attention here is over all'),
+        ({"layer_types": 1}, "layer_types = 1: attention here is over all earlier tokens"),
         ({"use_sliding_window": True}, "use_sliding_window = true: attention here is over all earlier tokens"),
         ({"num_key_value_heads": None}, "num_key_value_heads: missing"),
         ({"head_dim": 0}, "head_dim = 0: must be a positive integer"),
