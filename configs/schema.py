@@ -17,7 +17,7 @@ from ft.config import FaultTolerance
 from models.contract import Model, ModelConfig, fault
 from models.init import NoInit
 from parallelisms.activation_checkpoint import ActivationCheckpointConfig
-from parallelisms.distributed import CommConfig
+from parallelisms.distributed import ENV, CommConfig
 from parallelisms.execution import CompileConfig, ExecutionConfig, Precision
 from parallelisms.float8 import Float8Config
 from parallelisms.mesh import ParallelismConfig
@@ -84,6 +84,7 @@ class RunConfig:
             training=replace(self.training, enable_cpu_offload=False),
             float8=replace(self.float8, enable=False),
             fault_tolerance=replace(self.fault_tolerance, process_group="auto"),
+            comm=replace(self.comm, backend="auto", init_method=ENV),
         )
 
     def meta_model(self, vocab_size: int, max_seq_len: int = 0) -> Model:

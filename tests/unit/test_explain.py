@@ -168,18 +168,21 @@ def test_no_file_is_needed_and_nothing_is_left(capsys, tmp_path, monkeypatch):
 def test_devices_that_are_not_here_are_no_error(capsys, tmp_path):
     (tmp_path / "run.toml").write_text("[model]\nvocab_size = 300\nn_layers = 1\n[training]\nseq_len = 64\n")
     argv = ["--parallelism.context_parallel_degree=2", "--parallelism.context_parallel_rotate_method=ring"]
-    more = ["--training.enable_cpu_offload", "--float8.enable", "--device=cuda", "--ranks=2"]
+    more = ["--training.enable_cpu_offload", "--float8.enable", "--device=cuda", "--ranks=2", "--comm.backend=nccl"]
     assert main([str(tmp_path / "run.toml"), "--explain", *argv, *more]) == 0
     text = " ".join(capsys.readouterr().out.split())
     for warning in ("numbers are for allgather", "float8.enable: these numbers", "are in host memory"):
         assert warning in text, text
+    assert "fits on" not in text, "what is in host memory is not known to be elsewhere"
 
 
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
         (["--ranks", "many"], "--ranks many: must be a whole number from 1"),
+        (["--ranks"], "--ranks without a value: must be a whole number from 1"),
         (["--device", "tpu"], "--device tpu: must be cpu or cuda"),
+        (["--device"], "--device without a value: must be cpu or cuda"),
         (["--ranks=3", "--parallelism.tensor_parallel_degree=2"], "parallelism.tensor_parallel_degree = 2"),
     ],
 )
@@ -318,6 +321,16 @@ def test_a_stage_with_a_dense_block_does_not_stand_for_those_of_experts(tmp_path
 def test_experts_that_are_sharded_over_tp_alone_are_freed_after_their_forward(tmp_path: Path):
     (tmp_path / "run.toml").write_text(MIXTURE)
     config = load([str(tmp_path / "run.toml"), "--parallelism.tensor_parallel_degree=2"])
-    [rank] = ranks(job_of(config, world_size=2, device="cpu"))
+    explained = job_of(config, world_size=2, device="cpu")
+    [rank] = ranks(explained)
     gathered = [label for label in rank.stages[0].step.labels if re.match(r"FSDP::all_gather \(.*experts\)", label)]
     assert len(gathered) == 4, "those of both blocks, for the forward and for the backward"
+    text = explain(explained)
+    for line in (
+        "layers.0.feed_forward.experts ... layers.1.feed_forward.experts (2 groups)  2  24.0 KiB  48.0 KiB",
+        "the other groups are not sharded: FSDP casts the weights once per step and sends nothing",
+    ):
+        assert line in re.sub(" {2,}", "  ", text), text
+    both = replace(explained, degrees=explained.degrees._replace(dp_shard=2, tp=1))
+    [line] = [line.split() for line in explain(both).splitlines() if "layers.0.feed_forward.router ..." in line]
+    assert line[-5:] == ["2", "1.00", "KiB", "1.00", "KiB"]

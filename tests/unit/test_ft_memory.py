@@ -77,6 +77,9 @@ def test_explain_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str], mon
     (tmp_path / "run.toml").write_text("[model]\nvocab_size = 4096\nn_layers = 2\n[training]\nseq_len = 64\n")
     ask = [str(tmp_path / "run.toml"), "--explain", "--device=cpu", "--ranks=1"]
     assert main(ask) == 0 and "FAULT TOLERANCE" not in capsys.readouterr().out
+    cuda = ["--device=cuda", "--fault_tolerance.enable=true", "--fault_tolerance.heal_backlog=100000"]
+    assert main([*ask, "--device=cuda"]) == 0 and "fits on 24 GB" in capsys.readouterr().out
+    assert main([*ask, *cuda]) == 0 and "fits on no GPU known here" in capsys.readouterr().out
     apart = ["--fault_tolerance.deterministic_reduce=true", "--fault_tolerance.keep_global_batch=true"]
     for more, words in (
         ([], "while this group heals: reduced gradients of 2 steps"),

@@ -86,13 +86,13 @@ def _options(argv: Sequence[str]) -> tuple[list[str], int, str]:
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--explain", action="store_true")
     for flag in ("--ranks", "--device"):
-        parser.add_argument(flag, nargs="?", default="", const="")
+        parser.add_argument(flag, nargs="?", const="without a value")
     given, rest = parser.parse_known_args(argv)
-    if given.ranks and not (given.ranks.isdecimal() and int(given.ranks) > 0):
+    if given.ranks is not None and not (given.ranks.isdecimal() and int(given.ranks) > 0):
         raise ValueError(f"--ranks {given.ranks}: must be a whole number from 1")
-    if given.device not in ("", "cpu", "cuda"):
+    if given.device not in (None, "cpu", "cuda"):
         raise ValueError(f"--device {given.device}: must be cpu or cuda")
-    return rest, int(given.ranks or 0), given.device
+    return rest, int(given.ranks or 0), given.device or ""
 
 
 def requested_ranks(config: ParallelismConfig) -> int:
@@ -170,7 +170,7 @@ def explain(job: ExplainedJob, extra_memory: ExtraMemory | None = None) -> str:
         ("RANKS", _ranks(job)),
         ("MODULES", _modules(profiles)),
         ("PARAMETERS of the first rank, by kind", _parameters(job, profiles)),
-        ("DEVICE MEMORY of a rank, in one step", _memory(job, profiles)),
+        ("DEVICE MEMORY of a rank, in one step", _memory(job, profiles, extra_memory)),
         ("FAULT TOLERANCE, additional memory of a rank", _fault_tolerance_memory(profiles, extra_memory)),
         ("COMMUNICATION of a rank, in one step", _communication(job, profiles)),
         ("FSDP", _fsdp(job, profiles[0])),
@@ -264,7 +264,7 @@ def _parameters(job: ExplainedJob, profiles: Sequence[RankProfile]) -> Iterator[
     yield from _table(rows.values())
 
 
-def _memory(job: ExplainedJob, profiles: Sequence[RankProfile]) -> Iterator[str]:
+def _memory(job: ExplainedJob, profiles: Sequence[RankProfile], extra_memory: ExtraMemory | None) -> Iterator[str]:
     rows: list[tuple[str, ...]] = [("", "parameters", "gradients", "optimizer", "activations", "peak")]
     rows += [(_label(p, profiles), *map(_size, (*astuple(p.resident), p.activations, p.peak))) for p in profiles]
     yield from _table(rows, right=range(1, 6))
@@ -272,12 +272,15 @@ def _memory(job: ExplainedJob, profiles: Sequence[RankProfile]) -> Iterator[str]
         "activations: peak of activations, gathered weights, unreduced gradients and buffers together; peak: of all memory, which may be "
         "less than the sum of the columns, as their peaks are at different times"
     )
-    if job.device_type == "cuda":
-        most = max(rank.peak for rank in profiles) + _USED_ELSEWHERE
-        fits = [f"{gb} GB ({name})" for gb, name in _CARDS.items() if gb * 10**9 >= most]
-        yield f"with 4 GiB more for CUDA, NCCL and fragmentation: {f'fits on {fits[0]}' if fits else 'fits on no GPU known here'}"
     if job.execution.cpu_offload:
         yield "training.enable_cpu_offload: parameters, gradients and optimizer state are in host memory; the table counts them here"
+    elif job.device_type == "cuda":
+        extra = [sum(extra_memory(rank).values()) if extra_memory else 0 for rank in profiles]
+        most = max(rank.peak + more for rank, more in zip(profiles, extra, strict=True)) + _USED_ELSEWHERE
+        fits = [f"{gb} GB ({name})" for gb, name in _CARDS.items() if gb * 10**9 >= most]
+        more = "the memory of fault tolerance below, and 4 GiB" if extra_memory else "4 GiB more"
+        verdict = f"fits on {fits[0]}" if fits else "fits on no GPU known here"
+        yield f"with {more} for CUDA, NCCL and fragmentation: {verdict}"
 
 
 def _fault_tolerance_memory(profiles: Sequence[RankProfile], extra_memory: ExtraMemory | None) -> Iterator[str]:
@@ -323,20 +326,21 @@ def _ranks_of(axis: str, job: ExplainedJob) -> int:
 
 
 def _fsdp(job: ExplainedJob, rank: RankProfile) -> Iterator[str]:
-    d, precision = job.degrees, job.execution.precision
-    shards, stage = d.dp_shard * d.cp, rank.stages[0]
-    if shards > 1:
-        rows: list[tuple[str, ...]] = [("group", "gathers", "reduces")]
-        for size, same in groupby(stage.groups, key=lambda group: group[1]):
-            first, *others = (name for name, _ in same)
+    replicas, stage = job.degrees.dp_replicate, rank.stages[0]
+    sharded = [group for group in stage.groups if group.shards > 1]
+    if sharded:
+        rows: list[tuple[str, ...]] = [("group", "shards", "gathers", "reduces")]
+        for (shards, gathers, reduces), same in groupby(sharded, key=lambda g: (g.shards, g.gathers, g.reduces)):
+            first, *others = (group.names for group in same)
             names = f"{first} ... {others[-1]} ({1 + len(others)} groups)" if others else first
-            rows.append((names, _size(size * precision.compute.itemsize), _size(size * precision.reduce.itemsize)))
-        yield f"one collective per group; its buffer for {shards} shards:"
-        yield from _table(rows, right=(1, 2), shorten=True)
-    elif d.dp_replicate > 1:
-        yield "nothing is sharded: one all-reduce of gradients per group"
-    else:
-        yield "no data parallelism: FSDP casts the weights once per step and sends nothing"
+            rows.append((names, str(shards), _size(gathers), _size(reduces)))
+        yield "one collective per group; its buffer, for all shards:"
+        yield from _table(rows, right=(1, 2, 3), shorten=True)
+    if len(sharded) < len(stage.groups):
+        casts = "FSDP casts the weights once per step and sends nothing"
+        sends = "one all-reduce of gradients per group" if replicas > 1 else casts
+        yield f"{'the other groups are not' if sharded else 'nothing is'} sharded: {sends}"
+    if not sharded and replicas == 1:
         return
     forward, backward = _order(stage.step.labels)
     yield "order in which the CPU issues work: G all-gather, F forward, B backward, R reduction of gradients"

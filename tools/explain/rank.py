@@ -392,12 +392,22 @@ class ParameterKind:
 
 
 @dataclass(frozen=True)
+class FSDPGroup:
+    """Modules whose parameters are gathered together."""
+
+    names: str  # of the modules
+    shards: int
+    gathers: int  # bytes of all shards, with padding
+    reduces: int
+
+
+@dataclass(frozen=True)
 class Stage:
     """A model part on one rank, and its measured step."""
 
     modules: tuple[str, ...]
     kinds: tuple[ParameterKind, ...]
-    groups: tuple[tuple[str, int], ...]  # FSDP parameter groups: module names, elements of all shards with padding
+    groups: tuple[FSDPGroup, ...]  # those of dense modules, then routers, then experts
     step: MeasuredStep
 
 
@@ -464,14 +474,26 @@ def _simulate_stage(job: ExplainedJob, *, pp_rank: int = 0) -> Stage:
             kind, own_shape = re.sub(r"\.\d+\.", ".*.", name), tuple(to_local(parameter).shape)
             kinds.setdefault(kind, ParameterKind(kind, tuple(parameter.shape), dims, own_shape, 0))
             kinds[kind] = replace(kinds[kind], layers=kinds[kind].layers + 1)
-        names, groups = {module: name for name, module in part.named_modules()}, []
-        for group_modules in fsdp_param_groups(part, execution.parallelism.fsdp_blocks_per_group):
-            owners = (inner for module in group_modules for inner in module.modules())
+        names = {module: name for name, module in part.named_modules()}
+        groups, precision = list[FSDPGroup](), execution.precision
+        dense = sizes.dp_shard * sizes.cp
+
+        def add(modules: Sequence[nn.Module], owners: Iterable[nn.Module], shards: int, *dtypes: torch.dtype) -> None:
+            own = dict.fromkeys(p for owner in owners for p in owner.parameters(recurse=False))  # a tied one once
+            storages = [(to_local(p).untyped_storage().nbytes(), p.itemsize) for p in own]
+            elements = shards * sum(nbytes // itemsize for nbytes, itemsize in storages)
+            sizes_of = (elements * dtype.itemsize for dtype in dtypes)
+            groups.append(FSDPGroup(", ".join(names[module] for module in modules), shards, *sizes_of))
+
+        for modules_of_group in fsdp_param_groups(part, execution.parallelism.fsdp_blocks_per_group):
+            owners = (inner for module in modules_of_group for inner in module.modules())
             kept = (inner for inner in owners if not isinstance(inner, Experts | Router))  # gathered by themselves
-            parameters = (p for inner in kept for p in inner.parameters(recurse=False))
-            shards = [to_local(p) for p in dict.fromkeys(parameters)]  # a tied one once
-            elements = sum(shard.untyped_storage().nbytes() // shard.itemsize for shard in shards)
-            groups.append((", ".join(names[module] for module in group_modules), elements * sizes.dp_shard * sizes.cp))
+            add(modules_of_group, kept, dense, precision.compute, precision.reduce)
+        for router in (module for module in part.modules() if isinstance(module, Router)):
+            add([router], router.modules(), dense, torch.float32, torch.float32)
+        efsdp = dense * sizes.tp // execution.parallelism.expert_parallel_degree
+        for experts in (module for module in part.modules() if isinstance(module, Experts)):
+            add([experts], experts.modules(), efsdp, precision.compute, precision.reduce)
         return Stage(tuple(modules), tuple(kinds.values()), tuple(groups), by_axis(step, mesh, [part]))
 
 
