@@ -23,7 +23,7 @@ from typing import TypeVar
 from bench.job import Diary, DiaryLine, descendants, failure, signal_all, until
 from bench.pairs import Failed
 from scripts.launch import LaunchSettings, ranks_here, threads_per_rank
-from scripts.replicas import ENABLED, ReplicaSupervisor, devices_of_groups, environment, prepare, start_lighthouse
+from scripts.replicas import ReplicaSupervisor, devices_of_groups, enabled, environment, prepare, start_lighthouse
 
 T = TypeVar("T")
 STEADY = 5  # steps of all groups together before the next fault
@@ -56,7 +56,7 @@ class DrillJob(AbstractContextManager["DrillJob"]):
         self, argv: Sequence[str], groups: int, *, network: Network | None = None, disk: Disk | None = None,
         under: Sequence[str] = (), drilled: bool = True,
     ) -> None:  # fmt: skip
-        self._argv = [*argv, ENABLED]
+        self._argv = enabled(argv)
         self._devices = DevicePool(devices_of_groups(groups))
         ranks = len(self._devices.of("0"))
         self.config, self._restarts, _ = prepare(self._argv, groups, ranks=ranks or None)

@@ -77,7 +77,7 @@ def report_failure(result: RunResult, output: Output, ranks: LocalRanks) -> int:
     if code == -signal.SIGKILL and not ranks.killed:
         how += ", out of memory?"
     elif ranks.stopping:
-        how += " while it was stopping; the last checkpoint is complete"
+        how += " while it was stopping; an earlier checkpoint, if there is one, is intact"
     say(f"rank {rank} failed ({how}): {last_line}; log: {output.path(rank)}")
     return 1
 
@@ -95,7 +95,7 @@ class Agent(LocalElasticAgent):
         with ranks.change:  # a signal that arrives meanwhile is forwarded to all of them afterwards
             pids: dict[int, Any] = super()._start_workers(worker_group)
             ranks.pids = set(pids.values())
-            ranks.all_pids |= ranks.pids
+            ranks.groups, ranks.started = ranks.groups | ranks.pids, True
             ranks.first_failed = set()
         return pids
 
@@ -125,6 +125,7 @@ class Agent(LocalElasticAgent):
         super()._stop_workers(worker_group)
         with self._ranks.change:
             self._ranks.pids = set()
+            self._ranks.end_groups()  # now, since the pids may be those of other processes when this job ends
 
 
 class LocalRanks(Signals):
@@ -135,7 +136,11 @@ class LocalRanks(Signals):
         self.stopping = False
         self.killed = False
         self.change = threading.Lock()  # of `pids`
-        self.pids, self.all_pids = set[int](), set[int]()  # of running ranks; of all ranks of all restarts
+        self.pids = set[int]()  # of running ranks
+        self.groups = set[
+            int
+        ]()  # Unix process groups that may still have processes: of running ranks, and of those that just ended
+        self.started = False  # ranks, at least once
         self.first_failed: set[int] = set()  # global ranks
         self._grace_s = grace_s
         self._timers: list[threading.Timer] = []
@@ -147,7 +152,7 @@ class LocalRanks(Signals):
                 self._send(signal.SIGUSR1)
             elif not self.pids:
                 self._fail(
-                    f"stopped {'while the ranks were restarted' if self.all_pids else 'before any rank was started'}"
+                    f"stopped {'while the ranks were restarted' if self.started else 'before any rank was started'}"
                 )
             elif not self.stopping:
                 self.stopping, self._stopping_since = True, time.monotonic()
@@ -160,7 +165,7 @@ class LocalRanks(Signals):
         """Kills what still runs, including children of ranks. May be called twice."""
         for timer in self._timers:
             timer.cancel()
-        self._end_groups()
+        self.end_groups()
         super().close()
 
     def _send(self, number: signal.Signals) -> None:
@@ -172,13 +177,14 @@ class LocalRanks(Signals):
     def _kill(self, why: str) -> None:
         say(f"{why}: killing the ranks")
         self.killed = True
-        self._end_groups()
+        self.end_groups()
         self._after(10.0, lambda: self._fail("the ranks were killed, but torch's agent did not return"))
 
-    def _end_groups(self) -> None:
-        for pid in self.all_pids:
+    def end_groups(self) -> None:
+        """Kills the ranks' Unix process groups, with the children of ranks, and forgets them."""
+        while self.groups:
             with suppress(ProcessLookupError, PermissionError):  # macOS raises the latter for a group of zombies
-                os.killpg(pid, signal.SIGKILL)
+                os.killpg(self.groups.pop(), signal.SIGKILL)
 
     def _after(self, seconds: float, action: Any) -> None:
         timer = threading.Timer(seconds, action)
@@ -259,7 +265,7 @@ class Output(LogsSpecs):
                 complete = new.rfind(b"\n") + 1
                 tail.seek(complete - len(new), os.SEEK_CUR)
                 new = new[:complete]
-            with suppress(BrokenPipeError):  # the reader of a pipe (`| head`) has gone; training continues
+            with suppress(OSError):  # the reader of a pipe (`| head`) has gone, or the disk is full; training continues
                 sys.stdout.buffer.write(new)
                 sys.stdout.buffer.flush()
 

@@ -3,8 +3,8 @@
     run_train.sh -> launch.py -> train.py, in this process             one rank: nothing to supervise, torch is loaded once
                               -> agent.py -> lifeline.py -> train.py   more ranks, more nodes, or restarts
 
-Exit code: 0 finished, or saved on SIGTERM or SIGINT; 2 bad input: one message, no rank is started; 1 other errors; 128 + n
-second stop signal n, with one rank in this process.
+Exit code: 0 finished, or saved on SIGTERM or SIGINT; 2 bad input: one message, as a rule before any rank is started; 1 other errors;
+128 + n second stop signal n, with one rank in this process.
 `./scripts/run_train.sh --help` lists the environment variables.
 """
 

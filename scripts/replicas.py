@@ -28,6 +28,7 @@ sys.path[:] = [str(ROOT), *(folder for folder in sys.path if folder != str(ROOT 
 
 from scripts.launch import LogFile, check, ranks_here, threads_per_rank  # noqa: E402 (our packages first)
 from scripts.plan import RESTARTS_WITHIN_S, LaunchSettings, forget_old, how_ended, say  # noqa: E402
+from training.signals import SAME_SIGNAL_S  # noqa: E402
 
 if TYPE_CHECKING:
     from configs.schema import RunConfig
@@ -200,8 +201,9 @@ def main(argv: list[str]) -> int:
 
     try:
         number, rest = read_groups([word for word in argv if word not in (OPEN, CHECK)])
+        rest = enabled(rest)
         devices = devices_of_groups(number)
-        config, restarts, grace_s = prepare([*rest, ENABLED], number, ranks=len(devices[0]) or None)
+        config, restarts, grace_s = prepare(rest, number, ranks=len(devices[0]) or None)
         if CHECK in argv:
             return 0
         # A second launch would replace the token of a running job, and its groups could not rejoin
@@ -212,10 +214,14 @@ def main(argv: list[str]) -> int:
     with closing(lock):
         ranks = len(devices[0]) or LaunchSettings.read(os.environ).nproc or 1
         env = environment(config.run_folder, number, ranks)
-        lighthouse = LighthouseSupervisor(config, env, opens=OPEN in argv)
+        try:
+            lighthouse = LighthouseSupervisor(config, env, opens=OPEN in argv)
+        except RuntimeError as error:
+            say(str(error))
+            return 1
         env["TORCHFT_LIGHTHOUSE"], folder = lighthouse.address, config.run_folder / "groups"
         groups = [
-            ReplicaSupervisor.local(str(name), [*rest, ENABLED], env, folder, restarts, visible)
+            ReplicaSupervisor.local(str(name), rest, env, folder, restarts, visible)
             for name, visible in enumerate(devices)
         ]
         return run(groups, lighthouse, collect_signals(signal.SIGTERM, signal.SIGINT), grace_s)
@@ -229,7 +235,7 @@ def run(
     stop: Sequence[str] = (),
 ) -> int:
     """Starts the groups and returns the exit code when all have ended; leaves no process. On the first of `stop_signals` they save and
-    leave, through the command `stop` if given; a second one, or the end of `grace_s`, kills them."""
+    leave, through the command `stop` if given; a second one SAME_SIGNAL_S or more later, or the end of `grace_s`, kills them."""
     parts: list[LighthouseSupervisor | ReplicaSupervisor] = [lighthouse, *groups]
     stopping = False
     try:
@@ -244,8 +250,11 @@ def run(
                         group.send_signal(signal.SIGTERM)
                 if stop:
                     subprocess.run(stop, check=False)
-            if stopping and (len(stop_signals) > 1 or time.monotonic() > stop_signals[0][1] + grace_s):
-                say("the groups did not exit in time; killing them")
+            first_s = stop_signals[0][1] if stopping else 0.0
+            again = [number for number, at_s in stop_signals if at_s >= first_s + SAME_SIGNAL_S]
+            if stopping and (again or time.monotonic() > first_s + grace_s):
+                why = f"{signal.Signals(again[0]).name} again" if again else f"not saved within {grace_s:g} s"
+                say(f"{why}: killing the groups")
                 return 1
             for part in parts:
                 if line := part.poll(time.monotonic()):
@@ -270,6 +279,17 @@ def read_groups(argv: Sequence[str]) -> tuple[int, list[str]]:
         given = f"--groups {text}" if text else "--groups is missing"
         raise ValueError(f"{given}: must be the number of replica groups, a whole number from 1; such as --groups 3")
     return int(text), rest
+
+
+def enabled(argv: Sequence[str]) -> list[str]:
+    """Returns the arguments with fault_tolerance.enable = true, given once. Raises ValueError if they set it to another value."""
+    flag = ENABLED.removesuffix("=true")
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument(flag, dest="value", nargs="?", default="true", const="true")
+    options, rest = parser.parse_known_args(argv)
+    if options.value != "true":
+        raise ValueError(f"{flag}={options.value}: replica groups need true, which this script sets; leave it out")
+    return [*rest, ENABLED]
 
 
 def devices_of_groups(groups: int) -> list[list[str]]:

@@ -21,7 +21,8 @@ usage() {
     "" \
     "Each group gets NPROC of the visible GPUs, default an equal share. Too few GPUs are an error, unless SHARE_GPUS=1." \
     "" \
-    "Environment: as for run_train.sh; PHAROS_TOKEN, default random; MAX_RESTARTS of each group in 24 h, default 100; STOP_GRACE." \
+    "Environment: as for run_train.sh; PHAROS_TOKEN, default random; MAX_RESTARTS of each group in 24 h, default 100; STOP_GRACE:" \
+    "seconds that the groups have to save after SIGTERM or Ctrl-C, default 120; a second signal, 2 s later or more, kills them." \
     "Exit code: 0 all groups finished, or saved after SIGTERM or Ctrl-C; 2 bad input; 1 other errors."
 }
 

@@ -9,13 +9,15 @@ A job step that fails is restarted on its nodes or, if Slurm has lost one of the
     SIGTERM only to the steps (preemption with GraceTime)     the same: the groups have left before the last training step
     SIGTERM (scancel)                                         save and leave
 
-The job is not requeued if it has saved no checkpoint since it began. Exit code: 0 finished, saved or requeued; 2 bad input; 1 other errors.
+The job is not requeued if it has saved no checkpoint since it began, or if the groups have ended without a signal. Exit code: 0 finished,
+saved or requeued; 2 bad input; 1 other errors.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -161,8 +163,8 @@ def main(argv: list[str]) -> int:
     from training.appended import RunLock
 
     received = replicas.collect_signals(signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
-    argv = [*argv, replicas.ENABLED]
     try:
+        argv = replicas.enabled(argv)
         nodes = Nodes.read(os.environ, ask)
         port = whole(os.environ, "LIGHTHOUSE_PORT", least=0)
         config, restarts, grace_s = replicas.prepare(argv, len(nodes.of), nodes=nodes.per_group)
@@ -186,6 +188,8 @@ def main(argv: list[str]) -> int:
     stop_signals = {number for number, _ in received}
     if stop_signals - {signal.SIGUSR1} or code == 2 or (code and not stop_signals) or finished(config):
         return code
+    if not stop_signals and not preempted(nodes.job):
+        return 0  # the groups have ended by themselves, as when the budgets of all data end
     return requeue(nodes.job, before, saved(config))
 
 
@@ -198,6 +202,15 @@ def requeue(job: str, before: int, now: int) -> int:
         return 1
     say(f"job {job} is requeued and resumes from step {now}")
     return 1 if subprocess.run(["scontrol", "requeue", job], check=False).returncode else 0
+
+
+def preempted(job: str) -> bool:
+    """Returns True if Slurm has told the job's steps to leave, which it does not tell this process; also if Slurm does not say."""
+    try:
+        return not re.search(r"\bPreemptTime=None\b", ask("scontrol", "--oneliner", "show", "job", job))
+    except RuntimeError as error:
+        say(str(error))
+        return True
 
 
 def saved(config: RunConfig) -> int:

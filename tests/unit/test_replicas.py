@@ -8,7 +8,7 @@ import signal
 import socket
 import sys
 import time
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any, cast
 
@@ -20,14 +20,17 @@ from scripts.agent import LocalRanks, rendezvous_id, run_ranks
 from scripts.launch import cores_here
 from scripts.plan import RESTARTS_WITHIN_S, LaunchSettings
 from scripts.replicas import (
+    ENABLED,
     MAX_SHORT_RUNS,
     SHORT_RUN_S,
     LighthouseSupervisor,
     ReplicaSupervisor,
     assign_devices,
+    enabled,
     environment,
     main,
     read_groups,
+    run,
     visible_devices,
 )
 from training.appended import RunLock
@@ -111,6 +114,71 @@ def test_who_has_finished_or_was_told_wrong_does_not_come_again(tmp_path: Path, 
     assert one.code == code
 
 
+def test_what_a_rank_leaves_behind_is_ended_before_the_ranks_are_restarted(tmp_path: Path):
+    """Not when the job ends, by when the numbers of its processes may be those of others."""
+    program = f"""
+import fcntl, os, signal, subprocess
+first, file = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0", open({str(tmp_path / "lock")!r}, "w")
+signal.alarm(60)
+fcntl.flock(file, fcntl.LOCK_EX)  # held for as long as the child lives
+if first:
+    subprocess.Popen(["sleep", "1000"], pass_fds=[file.fileno()])
+raise SystemExit(first)
+"""
+    settings = LaunchSettings.read({"MAX_RESTARTS": "1"})
+    assert run_ranks([sys.executable, "-c", program], settings, nproc=1, logs=tmp_path / "run" / "logs") == 0
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="a disk that is full, of Linux")
+def test_output_that_cannot_be_shown_is_in_the_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    settings, program = LaunchSettings.read({}), "print('a line')"
+    with suppress(OSError), Path("/dev/full").open("w") as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        assert run_ranks([sys.executable, "-c", program], settings, nproc=1, logs=tmp_path / "run" / "logs") == 0
+    assert (tmp_path / "run" / "logs" / "rank0.log").read_text() == "a line\n"
+
+
+class Leaves(Dies):
+    """A group that ends once it is told to, unless it is deaf."""
+
+    told = deaf = False
+
+    def ended(self) -> int | None:  # type: ignore[override]
+        return 0 if self.told and not self.deaf else None
+
+    def send_signal(self, number: signal.Signals) -> None:
+        self.told = True
+
+    def end(self) -> None: ...
+
+
+class NoLighthouse:
+    address = ""
+
+    def poll(self, now_s: float) -> str:
+        return ""
+
+    def close(self) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("seconds", "deaf", "code", "said"),
+    [
+        ((0.0, 0.01), False, 0, ""),  # a terminal and a scheduler, say
+        ((-5.0, 0.0), True, 1, "SIGINT again: killing the groups"),
+        ((-200.0,), True, 1, "not saved within 120 s: killing the groups"),
+    ],
+)
+def test_a_second_signal_to_stop_kills_and_a_repeated_one_does_not(
+    seconds: tuple[float, ...], deaf: bool, code: int, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    one, lighthouse = Leaves("0", [], {}, tmp_path / "0.log", restarts=2), cast(Any, NoLighthouse())
+    one.deaf = deaf
+    received = [(signal.SIGINT, time.monotonic() + second) for second in seconds]
+    assert run([one], lighthouse, cast(Any, received), grace_s=120.0) == code
+    assert said in capsys.readouterr().err
+
+
 class Config:
     """As much of one as a lighthouse needs."""
 
@@ -149,6 +217,26 @@ def test_a_full_disk_costs_it_lines_of_its_log_and_no_more(tmp_path: Path):
     ended(one, time.monotonic())
     assert one.code == 0, "its lines were read to the end"
     one.end()
+
+
+@pytest.mark.parametrize("given", [[], ["--fault_tolerance.enable"], ["--fault_tolerance.enable", "true"], [ENABLED]])
+def test_groups_are_enabled_once(given: list[str]):
+    assert enabled(["a.toml", *given, "--training.steps=2"]) == ["a.toml", "--training.steps=2", ENABLED]
+    with pytest.raises(
+        ValueError, match=r"^--fault_tolerance.enable=false: replica groups need true, which this script"
+    ):
+        enabled(["a.toml", "--fault_tolerance.enable", "false"])
+
+
+def test_a_lighthouse_that_does_not_start_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "outputs" / "a" / "groups" / "lighthouse.json").mkdir(parents=True)  # its state is no file
+    (tmp_path / "a.toml").write_text("[model]\ndim = 32\nn_heads = 2\nn_kv_heads = 2\n")
+    assert main(["a.toml", "--groups=2"]) == 1
+    said = "pharos: the lighthouse did not start; see outputs/a/groups/lighthouse.log\n"
+    assert capsys.readouterr().err == said
 
 
 def test_the_number_of_groups_may_stand_anywhere():
@@ -193,7 +281,7 @@ def test_a_stop_while_no_rank_runs_says_whether_there_were_any(capsys: pytest.Ca
     codes = list[int]()
     with closing(LocalRanks(120.0, codes.append)) as ranks:
         ranks.handle(signal.SIGTERM)
-        ranks.all_pids = {1 << 30}  # no such process
+        ranks.started = True
         ranks.handle(signal.SIGTERM)
     assert codes == [1, 1]
     assert [line.removeprefix("pharos: ") for line in capsys.readouterr().err.splitlines()] == [

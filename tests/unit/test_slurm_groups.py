@@ -95,6 +95,22 @@ def test_a_job_is_queued_again_only_if_it_came_further(
     assert groups.requeue("7", before=20, now=21) == 0 and (tmp_path / "asked").read_text() == "requeue 7\n"
 
 
+@pytest.mark.parametrize(
+    ("does", "preempted"),
+    [
+        ("echo JobId=7 PreemptEligibleTime=2026-11-29T10:00:00 PreemptTime=None", False),
+        ("echo JobId=7 PreemptEligibleTime=2026-11-29T10:00:00 PreemptTime=2026-11-29T11:00:00", True),
+        ("exit 1", True),  # requeued in vain rather than never
+    ],
+)
+def test_groups_that_left_without_a_signal_to_the_job_were_preempted_or_have_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, does: str, preempted: bool
+):
+    program(tmp_path / "scontrol", does)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert groups.preempted("7") == preempted
+
+
 @pytest.mark.parametrize(("rows", "done"), [("", False), ("9\n", False), ("9\n10\n", True), ("9\n10", False)])
 def test_a_run_is_finished_when_its_last_step_is_written(tmp_path: Path, rows: str, done: bool):
     config: Any = SimpleNamespace(run_folder=tmp_path, training=SimpleNamespace(steps=10))
