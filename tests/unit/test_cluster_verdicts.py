@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import re
 from collections import Counter
+from types import SimpleNamespace
+from typing import Any, cast
 
 from tools.cluster import verdicts
 from tools.cluster.measurements import ALL_PAIRS, disjoint_rounds, pairs
+from tools.cluster.report import as_json, draw
 from tools.cluster.verdicts import Names
 
 FOUR = Names(["a", "b", "c", "d"])
@@ -61,6 +65,14 @@ def test_all_ranks_of_a_host_behind_one_cable_are_one_finding():
     bad = {f"_{a}_{b}": 1e6 for a, b in links(names) if (a in (2, 3)) != (b in (2, 3))}
     [finding] = slow_links(names, links(names, **bad), share=0.5)
     assert finding.ranks == (2, 3) and "rank 2 on b, rank 3 on b: slow links" in finding.text
+    figures = {
+        rank: {"links": {str(peer): {"bytes_s": 1e6} for peer in range(6) if peer != rank}, "values": {}}
+        for rank in range(6)
+    }
+    reports = {rank: {"figures": {**own, "seconds": {}}, "torch": ""} for rank, own in figures.items()}
+    report = as_json(cast(Any, SimpleNamespace(backend="", init_method="", slow=1.0)), names.hosts, reports, [finding])
+    marked = set(re.findall(r'<rect class="bad".*?<title>(\d) to (\d):', draw(report, "")))
+    assert marked == {tuple(link[1:].split("_")) for link in bad}
 
 
 def test_two_hosts_have_no_third_to_tell_which_but_a_direction_shows():

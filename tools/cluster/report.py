@@ -142,14 +142,14 @@ def _draw_links(report: Mapping[str, Any]) -> list[str]:
         for peer, row in own["figures"]["links"].items()
     }
     best = max((row["bytes_s"] for row in links.values()), default=1.0)
-    named = [set(finding["ranks"]) for finding in report["findings"] if "link" in finding["what"]]
+    bad_links = {link for finding in report["findings"] for link in finding["links"]}
     parts = [_text(24, TOP - 30, "links, MB/s: from the rank on the left to the rank above", "head")]
     for a, b in permutations(range(size), 2):
         kind, fill, label = "none", "", "not measured"
         x, y = LEFT + b * cell, TOP + a * cell
         if (a, b) in links:
             rate = links[a, b]["bytes_s"]
-            bad = any(({a, b} <= ranks if len(ranks) > 1 else {a, b} & ranks) for ranks in named)
+            bad = (a, b) in bad_links
             kind, label = "bad" if bad else "good", f"{rate / 1e6:.4g} MB/s"
             fill = f' fill-opacity="{0.25 + 0.75 * (1.0 if bad else rate / best):.2f}"'
         parts.append(

@@ -22,6 +22,7 @@ class Finding:
     what: str  # silent, failed, wrong, slow link, late link, slow compute, slow disk (write), slow disk (read), clock
     ranks: tuple[int, ...]  # that it blames
     text: str
+    links: tuple[Link, ...] = ()  # that are slow or late
 
 
 @dataclass(frozen=True)
@@ -143,7 +144,8 @@ def bad_links(
         usual = median(best.values()) ** power if best else 0.0
         for ranks, links, name in culprits(names, own, {link for link, value in own.items() if is_bad(value, usual)}):
             text = format_.format(median(own[link] for link in links) / unit, usual / unit)
-            found.append(Finding(what, ranks, f"{name}: {what}s: {text} ({len(links)} link{'s' * (len(links) > 1)})"))
+            count = f"{len(links)} link{'s' * (len(links) > 1)}"
+            found.append(Finding(what, ranks, f"{name}: {what}s: {text} ({count})", tuple(links)))
     return found
 
 
