@@ -37,6 +37,7 @@ from ft.config import Environment, group_folder
 from ft.protocol.messages import MAX_BRANCH
 from ft.seam import BadInput, Commit, DataAssignment, GroupEnded, GroupReleased, Stopped
 from ft.start import process_group_env
+from models.contract import ModelFault
 from parallelisms.device import local_device_type
 from parallelisms.distributed import gather_texts, launched_rank, launched_world_size, process_group
 from parallelisms.fsdp import reshard_all
@@ -95,7 +96,7 @@ def main(argv: Sequence[str]) -> int:
             return 1
         try:
             run.train()
-        except BadInput as error:
+        except (BadInput, ModelFault) as error:
             print(f"pharos: {error}", file=sys.stderr)
             return 2
         except (CheckpointFailed, NonFinite, Stopped, GroupEnded) as failure:
@@ -173,8 +174,7 @@ class Run(Components):
             assignment = self.manager.begin_step(until=self.config.training.steps)
         if assignment.step >= self.config.training.steps:
             return False  # a checkpoint of the last step was restored
-        local = self.compute_step(assignment)
-        on_spike = self.config.training.on_spike
+        local, on_spike = self.compute_step(assignment), self.config.training.on_spike
         with self.progress.phase("reduce"):
             try:
                 # unless on_spike = "stop" a NaN is summed, so that all groups see it and leave the step out

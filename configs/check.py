@@ -47,7 +47,7 @@ def check(config: RunConfig, *, world_size: int, device_type: str | None = None)
     """Checks each section, then across sections, then files. The first pass with errors raises ConfigError. `device_type` None: found."""
     check_settings(config, world_size=world_size, device_type=device_type)
     _gather(config, [lambda: _check_writable(config)])
-    _gather(config, [lambda: _check_model(config, world_size), config.checkpoint.check_files])
+    _gather(config, [lambda: _check_data_and_model(config, world_size), config.checkpoint.check_files])
 
 
 def check_settings(config: RunConfig, *, world_size: int, device_type: str | None = None) -> None:
@@ -416,7 +416,7 @@ def _check_budgets(config: RunConfig, order: Order, world_size: int) -> None:
         )
 
 
-def _check_model(config: RunConfig, world_size: int) -> None:
+def _check_data_and_model(config: RunConfig, world_size: int) -> None:
     """Tokenizer, vocabulary and corpus must fit each other, and the model all of them."""
     tokenizer = build_tokenizer(config.model.tokenizer_path)
     vocab_size = config.model.vocab_size or tokenizer.vocab_size
@@ -441,15 +441,15 @@ def _check_model(config: RunConfig, world_size: int) -> None:
                 _check_budgets(config, data.order(seed=training.seed, seq_len=training.seq_len), world_size)
             if config.validation.enable:
                 data.validation_orders(seq_len=training.seq_len)
-    _check_built(config, config.meta_model(vocab_size), world_size)
+    _check_contract_and_layout(config, config.meta_model(vocab_size), world_size)
 
 
 def check_model(config: RunConfig, model: Model, *, world_size: int) -> None:
     """Checks the whole model, built on the meta device, with optimizer, data and layout. Raises ConfigError."""
-    _gather(config, [lambda: _check_built(config, model, world_size)])
+    _gather(config, [lambda: _check_contract_and_layout(config, model, world_size)])
 
 
-def _check_built(config: RunConfig, model: Model, world_size: int) -> None:
+def _check_contract_and_layout(config: RunConfig, model: Model, world_size: int) -> None:
     """The model must have the parts of the contract that the run uses; patterns and plans must fit it."""
     check_contract(model, config.model.name)
     check_patterns(config.optimizer, model)

@@ -46,7 +46,7 @@ class Model(nn.Module):
     tok_embeddings: nn.Module | None
     layers: nn.ModuleDict  # "0", "1", ...: a dict, so that deleting layers does not rename the others
     norm: nn.Module | None
-    output: Head | None
+    output: Head | None  # the head, where texts call it so
     tp_plan: Mapping[str, str] = MappingProxyType({})  # module name -> kind: parallelisms/tensor.py
     # Pattern over parameter names -> update, in place of the optimizer's. Called in the optimizer's step as update(parameter, gradient),
     # this rank's shards; it changes the parameter in place. The gradient is what backward gave, summed over all tokens, ranks and groups. A
@@ -84,7 +84,7 @@ class Model(nn.Module):
         """Calls `init_weights`. Raises ValueError if it leaves values out, which would be those that the memory happens to hold."""
         named = [*self.named_parameters(), *self.named_buffers()]
         own = {name: tensor.to_local() if hasattr(tensor, "to_local") else tensor for name, tensor in named}
-        own = {name: tensor for name, tensor in own.items() if tensor.is_floating_point()}
+        own = {name: tensor for name, tensor in own.items() if tensor.is_floating_point() or tensor.is_complex()}
         for tensor in own.values():
             tensor.fill_(math.nan)
         self.init_weights(seed)
@@ -160,12 +160,18 @@ class Experts(nn.Module):
         return cast(Tensor, self(rows, counts))
 
 
+class ModelFault(ValueError):
+    """A model that breaks this contract in a way that only its forward shows."""
+
+
 def check_contract(model: nn.Module, name: str) -> None:
     """Raises ValueError if `model`, that of models/`name`.py, lacks a part that every run uses."""
+    if not isinstance(model, Model):
+        returned = f"build returns {type(model).__name__}, which does not extend Model"
+        raise ValueError(f'model.name = "{name}": {returned} (models/contract.py)')
     layers, output, takes = getattr(model, "layers", None), getattr(model, "output", None), signature(model.forward)
     names = list(layers) if isinstance(layers, nn.ModuleDict) else []
     found: list[tuple[bool, str]] = [
-        (isinstance(model, Model), f"build returns {type(model).__name__}, which does not extend Model"),
         (isinstance(layers, nn.ModuleDict), f"layers is {type(layers).__name__}, not nn.ModuleDict"),
         (
             names == [str(number) for number in range(len(names))],

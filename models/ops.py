@@ -178,8 +178,8 @@ def grouped_kernel(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
 
 
 def host_sizes(sizes: Tensor, total: int) -> list[list[int]]:
-    """Copies `sizes`, int64 [n, parts], to the host; each row adds up to about `total`. The one device sync of a dispatch: --explain and
-    the dry run, whose tensors have no values, put an even division in its place."""
+    """Copies `sizes`, int64 [n, parts], to the host; each row adds up to about `total`. The one device sync of a dispatch, and of each
+    grouped_linear without the kernel: --explain and the dry run, whose tensors have no values, put an even division in its place."""
     return cast(list[list[int]], sizes.tolist())
 
 

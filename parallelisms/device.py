@@ -80,7 +80,7 @@ class Device:
             return capability == (0, 0) or capability >= (8, 0)
         return torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported()
 
-    def memory_gib(self) -> float:
+    def peak_rss_gib(self) -> float:
         """Returns the peak resident set of the process."""
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         return peak / 2**30 if sys.platform == "darwin" else peak / 2**20  # macOS counts bytes, Linux KiB

@@ -44,10 +44,14 @@ class ParallelismConfig:
     ] = "default"
     fsdp_blocks_per_group: Annotated[int, "transformer blocks whose parameters are gathered together", ">= 1"] = 1
     fsdp_forward_prefetch: Annotated[
-        int, "groups of blocks gathered ahead in the forward; 0: torch's default, as far as the CPU runs ahead", ">= 0"
+        int,
+        "groups of blocks, without experts, gathered ahead in the forward; 0: torch's default, as far as the CPU runs ahead",
+        ">= 0",
     ] = 0
     fsdp_backward_prefetch: Annotated[
-        int, "groups of blocks gathered ahead in the backward; 0: torch's default, one group", ">= 0"
+        int,
+        "groups of blocks, without experts, gathered ahead in the backward; 0: torch's default, one group",
+        ">= 0",
     ] = 0
     tensor_parallel_degree: Annotated[int, "ranks that shard matrices, and the sequence between blocks", ">= 1"] = 1
     disable_loss_parallel: Annotated[

@@ -151,9 +151,13 @@ def load_model(
     device = pick_device(0)
     model = config.meta_model(config.model.vocab_size or tokenizer.vocab_size, length)
     model.to_empty(device=device.torch_device)
-    model.init_weights(config.training.seed)  # computes the buffers, whose length differs from the run's
-    if problem := checkpoint_dcp.read({state: dict(model.named_parameters())}, path, group=None):
-        raise RuntimeError(f"{path}: {problem}")
+    model.init_weights(config.training.seed)  # computes COMPUTED_BUFFERS, whose length differs from the run's
+    parameters, own = dict(model.named_parameters()), model.state_dict()
+    buffers = {name: own[name] for name in own.keys() - parameters.keys() - {*model.COMPUTED_BUFFERS}}
+    # there is no average of buffers
+    wanted = {"model": parameters | buffers} if state == "model" else {state: parameters, "model": buffers}
+    if problem := checkpoint_dcp.read(wanted, path, group=None):
+        raise OSError(f"{path}: {problem}")
     precision = choose_precision("float32", dtype, "float32", device)
     set_dtype(model, precision.compute)
     return model.eval()

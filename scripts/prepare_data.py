@@ -151,7 +151,7 @@ def verify(folder: Path) -> int:
 
 
 def find(pattern: str, out: Path) -> tuple[SourceFile, ...]:
-    """Returns the files of one SOURCE. Those of the hub do not exist yet. Raises ValueError."""
+    """Returns the files of one SOURCE. Those of the hub have no times, and need not exist yet. Raises ValueError."""
     if not pattern.startswith(HUB):
         return find_files([pattern], TEXT_SUFFIXES, f"SOURCE {pattern}", every=True)
     need("huggingface_hub", extra="hf", setting=f"SOURCE {pattern}")
@@ -174,7 +174,8 @@ def read(
 ) -> Iterator[TextBatch]:
     """Yields the documents of all files as tasks, whose bounds depend on the documents only. `count`: called with the bytes read."""
     for index, file in enumerate(source.files[first_file:], first_file):
-        if downloads := not file.path.exists():
+        of_hub = file.stamp[1:] == (0, 0)  # see find(); its file may be there since a killed call downloaded it
+        if of_hub and not file.path.exists():
             download(file)
         documents, size, number = list[bytes](), 0, 0
         for number, document in enumerate(source.documents(file, count), 1):
@@ -186,7 +187,7 @@ def read(
                 yield TextBatch(documents, index, number)
                 documents, size = [], 0
         yield TextBatch(documents, index + 1, 0)
-        if downloads:
+        if of_hub:
             file.path.unlink()
 
 

@@ -334,7 +334,7 @@ class Memory:
             self.gib = peaks["reserved"]
             self.scalars = {f"memory/{name}": stats.get(name, 0) for name in ("num_alloc_retries", "num_ooms")}
         else:
-            self.gib = self._device.memory_gib()
+            self.gib = self._device.peak_rss_gib()
             peaks = {"active": self.gib}
         for kind, gib in peaks.items():
             self.scalars[f"memory/max_{kind}(GiB)"] = gib

@@ -4,11 +4,19 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
+from torch import Tensor
 
+from configs.load import load
+from configs.schema import model_module
+from scripts.generate import load_model
 from tests.scripts.test_train import Job, folder  # noqa: F401 (a fixture)
+from tests.unit.fakes import add_models
+from training import checkpoint_dcp
+from training.tokenizer import ByteTokenizer
 
 pytestmark = pytest.mark.timeout(300)  # several starts in one test, each with an import of torch
 ROOT = Path(__file__).resolve().parents[2]
@@ -17,6 +25,45 @@ ROOT = Path(__file__).resolve().parents[2]
 def generate(run: Path, *options: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, str(ROOT / "scripts" / "generate.py"), str(run), *options]
     return subprocess.run(command, capture_output=True, text=True, timeout=60)
+
+
+FORK = """
+from torch import full, nn
+from models import llama
+
+class Config(llama.Config): ...
+
+class Fork(llama.Llama):
+    def __init__(self, *sizes):
+        super().__init__(*sizes)
+        self.register_buffer("seen", full((3,), 1.0))
+
+def build(config, *, vocab_size, max_seq_len):
+    return Fork(config, vocab_size, max_seq_len)
+"""
+
+
+@pytest.mark.parametrize("state", ["model", "ema"])
+def test_persistent_buffers_are_read_unless_they_are_computed(
+    state: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    (tmp_path / "models").mkdir()
+    (tmp_path / "models" / "fork.py").write_text(FORK)
+    add_models(monkeypatch, tmp_path / "models")
+    (tmp_path / "a.toml").write_text('[model]\nname = "fork"\nn_layers = 1\ndim = 32\nn_heads = 2\nn_kv_heads = 2\n')
+    config, wider = (load([str(tmp_path / "a.toml"), f"--model.dim={dim}"]) for dim in (32, 64))
+    model = model_module("fork").build(config.model, vocab_size=259, max_seq_len=64)
+    model.init_weights(0)
+    model.seen.fill_(3.0)
+    saved = {"model": model.state_dict(), "ema": dict(model.named_parameters())}
+    checkpoint_dcp.write(saved, tmp_path / "step-1", group=None)
+    read = partial(
+        load_model, path=tmp_path / "step-1", tokenizer=ByteTokenizer(), length=8, dtype="float32", state=state
+    )
+    seen = read(config).seen
+    assert isinstance(seen, Tensor) and seen.tolist() == [3.0] * 3
+    with pytest.raises(OSError, match=r"step-1: .*Size mismatch"):
+        read(wider)
 
 
 def test_generate_reads_the_newest_whole_checkpoint(folder: Path):  # noqa: F811

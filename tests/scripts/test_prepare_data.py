@@ -23,7 +23,7 @@ import pytest
 
 from scripts import prepare_data
 from tests.unit.data_corpus import write_jsonl
-from training.data.sources import ZSTD
+from training.data.sources import ZSTD, SourceFile, stamp_of, text_source
 from training.data.store import Store
 from training.tokenizer import ByteTokenizer
 
@@ -295,6 +295,29 @@ class Hub(BaseHTTPRequestHandler):
         self.end_headers()
         if self.command == "GET":
             self.wfile.write(content)
+
+
+def test_a_file_of_the_hub_that_a_killed_call_left_is_removed_and_a_local_one_is_never_downloaded(tmp_path: Path):
+    names = ("left.txt", "local.txt")
+    for name in names:
+        (tmp_path / name).write_text("words")
+    left, local = (
+        SourceFile(tmp_path / name, name, stamp)
+        for name, stamp in zip(names, ((5, 0, 0), stamp_of(tmp_path / "local.txt")), strict=True)
+    )
+    source = text_source((left, local), "SOURCE", "text", key_setting="--text-key")
+
+    def read() -> list[bytes]:
+        tasks = prepare_data.read(
+            source, first_file=0 if left.path.exists() else 1, first_document=0, count=lambda size: None
+        )
+        return [document for task in tasks for document in task.documents]
+
+    assert read() == [b"words", b"words"]
+    assert (left.path.exists(), local.path.exists()) == (False, True)
+    local.path.unlink()
+    with pytest.raises(ValueError, match=r"local\.txt cannot be read"):
+        read()
 
 
 @pytest.fixture

@@ -112,6 +112,7 @@ OTHER_MODELS = {  # a line of __init__ or a method of the class -> what is said 
     "self.embedding = self.tok_embeddings; del self.tok_embeddings": "it has no module tok_embeddings (models/contract.py)",
     "self.dim = None": "it has no dim, the width of the hidden state (models/contract.py)",
     "self.gain = nn.Parameter(empty(()))": "gain has no dim to shard; make it [1] (models/contract.py)",
+    "def __new__(cls, *sizes): ...": "build returns NoneType, which does not extend Model (models/contract.py)",
     "def forward(self, x): ...": "its forward takes no labels (models/contract.py)",
     "def forward(self, x, *, labels=None): ...": "",
     "flops_per_token = llama.Model.flops_per_token": "it has no flops_per_token (models/contract.py)",

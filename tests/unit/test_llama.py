@@ -29,16 +29,17 @@ def test_what_is_not_initialised_is_named():
             super().__init__(*sizes)
             self.extra = torch.nn.Parameter(torch.empty(5))
             self.register_buffer("table", torch.empty(3), persistent=False)
+            self.register_buffer("turns", torch.empty(3, dtype=torch.complex64), persistent=False)
 
     with torch.device("meta"):
         model = Fork(SMALL, V, T)
     model.to_empty(device="cpu")
-    with pytest.raises(ValueError, match=r"Fork: init_weights leaves table without values"):
+    with pytest.raises(ValueError, match=r"Fork: init_weights leaves table, turns without values"):
         model.initialise(0)  # Llama's draws each parameter by its name
     part = Fork.init_weights
     model.init_weights = lambda seed: part(model, seed) or model.layers["1"].ffn_norm.weight.fill_(torch.nan)  # type: ignore[assignment]
     with pytest.raises(
-        ValueError, match=r"leaves layers\.1\.ffn_norm\.weight, table without values, or gives NaN; it must"
+        ValueError, match=r"leaves layers\.1\.ffn_norm\.weight, table, turns without values, or gives NaN; it must"
     ):
         model.initialise(0)
 

@@ -42,7 +42,7 @@ class FakeDevice:
     peak_gib: float = 1.5
     reads: int = 0
 
-    def memory_gib(self) -> float:
+    def peak_rss_gib(self) -> float:
         self.reads += 1
         return self.peak_gib
 

@@ -27,7 +27,7 @@ from configs.load import load
 from configs.schema import RunConfig, model_module
 from ft.config import Environment
 from ft.memory import memory
-from models.contract import fault, model_line
+from models.contract import ModelFault, fault, model_line
 from parallelisms.device import DEVICE_TRAITS, Device
 from parallelisms.execution import choose_precision
 from parallelisms.mesh import AXES, DP_SHARD_CP, EFSDP, EP, ParallelDims, ParallelismConfig, degrees
@@ -72,7 +72,7 @@ def main(argv: Sequence[str]) -> int:
         try:
             report = explain(job, extra_memory)
         except Exception as error:
-            if not model_line(error):
+            if not isinstance(error, ModelFault) and not model_line(error):
                 raise
             problem = fault(error, config.model.name, "a simulated step")
             print(f"pharos: {config.origin.explain(str(problem))}", file=sys.stderr)
