@@ -32,7 +32,7 @@ from bench.drill_job import AWAY_S, FULL_S, PAIR_S, Disk, DrillJob, Network, no_
 from bench.job import rows
 from bench.pairs import Failed, machine, parser, table
 from configs.load import load
-from scripts.plan import say
+from scripts.launch_settings import say
 from scripts.plot_loss import draw, read
 
 FOR_EVER = 1_000_000  # steps

@@ -319,7 +319,7 @@ def page(rows: Sequence[Figures], device: str) -> str:
         mfu = f"{100 * side['mfu']:.1f} %" if side["mfu"] else "unknown"
         throughput.append((name, median, f"{low}-{high}", mfu, f"{side['memory']:,.0f}", str(side["graphs"])))
     others = [(f"{of}: {name}", str(x)) for of in ("healing", "stall") for name, x in good.get(f"3 {of}", {}).items()]
-    left_out = [(key, row["failed"].replace("|", "/")) for key, row in newest.items() if "failed" in row]
+    failed = [(key, row["failed"].replace("|", "/")) for key, row in newest.items() if "failed" in row]
     measured = f"Measured {' to '.join(dict.fromkeys((days[0], days[-1])))} on {where}, by `make gpu`; settings of a step: bench/step.py."
     how = "Ranges are over rounds or repetitions. MFU counts 6 flops per weight and token, and attention in full without a causal discount."
     blocks = ["# One GPU", f"{measured} {how}{ON_A_CPU if device == 'cpu' else ''}"]
@@ -331,9 +331,9 @@ def page(rows: Sequence[Figures], device: str) -> str:
         ("Throughput", ("size, side: setting", "tokens/s", "range", "MFU", "peak MiB", "graphs"), throughput),
         ("Two members on one device", *columns("3 kill", "3 survivor")),
         ("Healing and checkpoints", ("measurement", "GB/s of healing, s of stall"), others),
-        ("Left out", ("turn", "why"), left_out),
+        ("Failed turns", ("turn", "why"), failed),
     ):
-        empty = "nothing." if title == "Left out" else f"{NOT_RUN}."
+        empty = "none." if title == "Failed turns" else f"{NOT_RUN}."
         blocks.append(f"## {title}\n\n" + (f"```\n{table(header, found)}\n```" if found else empty))
     return "\n\n".join(blocks) + "\n"
 

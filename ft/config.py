@@ -121,15 +121,21 @@ class FaultTolerance:
     # Each timeout, except stall_s, must be below the next one (heal_grace_s may equal takeover_s, and takeover_s collective_s).
     beat_s: Annotated[float, "seconds between two heartbeats of a group", "> 0"] = 1.0
     heartbeat_timeout_s: Annotated[
-        float, "seconds of silence after which a group is lost; equal to the lighthouse's --heartbeat_timeout_ms", "> 0"
+        float,
+        "seconds of silence after which a group is lost; equal to the lighthouse's --heartbeat_timeout_ms",
+        "> 0",
+        "<= 86400",
     ] = 5.0
     rendezvous_s: Annotated[float, "seconds that groups have to connect to each other", "> 0"] = 10.0
-    heal_grace_s: Annotated[float, "seconds that others wait for a group whose state is still arriving", "> 0"] = 30.0
+    heal_grace_s: Annotated[
+        float, "seconds that others wait for a group whose state is still arriving", "> 0", "<= 86400"
+    ] = 30.0
     takeover_s: Annotated[
         float,
         "seconds after which groups without the state may continue without those that hold it; the lighthouse's --takeover_s; "
         "0 (the flag's never): not unless an operator allows it",
         ">= 0",
+        "<= 86400",
     ] = 30.0
     stall_s: Annotated[
         float,
@@ -137,6 +143,7 @@ class FaultTolerance:
         "members wait; in both cases at least five median steps. A group also ends if one of its ranks requests no quorum for this long "
         "after the others. Pass it to the lighthouse as --stall_s",
         "> 0",
+        "<= 86400",
     ] = 60.0
     collective_s: Annotated[float, "seconds after which a reduction fails, whatever the reason", "> 0"] = 600.0
     heal_transport: Annotated[

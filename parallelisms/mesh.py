@@ -45,12 +45,12 @@ class ParallelismConfig:
     fsdp_blocks_per_group: Annotated[int, "transformer blocks whose parameters are gathered together", ">= 1"] = 1
     fsdp_forward_prefetch: Annotated[
         int,
-        "groups of blocks, without experts, gathered ahead in the forward; 0: torch's default, as far as the CPU runs ahead",
+        "groups of blocks (without their experts) gathered ahead in the forward; 0: torch's default, as far as the CPU runs ahead",
         ">= 0",
     ] = 0
     fsdp_backward_prefetch: Annotated[
         int,
-        "groups of blocks, without experts, gathered ahead in the backward; 0: torch's default, one group",
+        "groups of blocks (without their experts) gathered ahead in the backward; 0: torch's default, one group",
         ">= 0",
     ] = 0
     tensor_parallel_degree: Annotated[int, "ranks that shard matrices, and the sequence between blocks", ">= 1"] = 1

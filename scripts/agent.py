@@ -25,7 +25,7 @@ from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, Subpr
 from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousParameters
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
-from scripts.plan import LaunchSettings, forget_old, how_ended, say
+from scripts.launch_settings import LaunchSettings, forget_old, how_ended, say
 from training.log import Log
 from training.progress import Clock
 from training.signals import SAME_SIGNAL_S, Signals

@@ -30,7 +30,7 @@ sys.path[:] = [str(ROOT), *(folder for folder in sys.path if folder != str(ROOT 
 
 from ft.children import die_with  # noqa: E402 (our packages first)
 from scripts.launch import ranks_here, set_defaults  # noqa: E402
-from scripts.plan import LaunchSettings, how_ended  # noqa: E402
+from scripts.launch_settings import LaunchSettings, how_ended  # noqa: E402
 from tools.cluster.settings import CheckSettings, RankPlace  # noqa: E402
 
 POLL_S = 0.05

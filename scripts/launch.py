@@ -27,7 +27,7 @@ ROOT = Path(__file__).resolve().parent.parent
 # Run by path, from any folder: the repository first, and not scripts/, whose files could shadow a package.
 sys.path[:] = [str(ROOT), *(folder for folder in sys.path if folder != str(ROOT / "scripts"))]
 
-from scripts.plan import LaunchSettings, say  # noqa: E402
+from scripts.launch_settings import LaunchSettings, say  # noqa: E402
 
 if TYPE_CHECKING:
     from configs.schema import RunConfig

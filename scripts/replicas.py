@@ -27,7 +27,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:] = [str(ROOT), *(folder for folder in sys.path if folder != str(ROOT / "scripts"))]
 
 from scripts.launch import LogFile, check, ranks_here, threads_per_rank  # noqa: E402 (our packages first)
-from scripts.plan import RESTARTS_WITHIN_S, LaunchSettings, forget_old, how_ended, say  # noqa: E402
+from scripts.launch_settings import RESTARTS_WITHIN_S, LaunchSettings, forget_old, how_ended, say  # noqa: E402
 from training.signals import SAME_SIGNAL_S  # noqa: E402
 
 if TYPE_CHECKING:

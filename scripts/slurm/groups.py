@@ -32,7 +32,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:] = [str(ROOT), *(folder for folder in sys.path if folder != str(ROOT / "scripts" / "slurm"))]
 
 from scripts import replicas  # noqa: E402 (our packages first)
-from scripts.plan import say, whole  # noqa: E402
+from scripts.launch_settings import say, whole  # noqa: E402
 
 if TYPE_CHECKING:
     from configs.schema import RunConfig

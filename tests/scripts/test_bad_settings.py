@@ -147,6 +147,7 @@ CASES = [
         '--fault_tolerance.process_group = "nccl": reduces only gradients in GPU memory, and here they are in host memory; legal here: "auto", "gloo", "baby_gloo"; nearest: "gloo"',
         ("--fault_tolerance.enable", "--fault_tolerance.process_group=nccl"),
     ),
+    Case("longer than a lighthouse waits", "--fault_tolerance.stall_s = 1000000000.0: must be a number > 0 and <= 86400", ("--fault_tolerance.stall_s=1e9",)),
     Case("offloading without CUDA", "--training.enable_cpu_offload = true: there is no CUDA device here, so parameters are in host memory already; set it to false", ("--training.enable_cpu_offload",)),
     Case("budget without a compiler", '--activation_checkpoint.mode = "memory_budget": requires compile.enable = true, "model" in compile.components and compile.backend = "inductor"; nearest: "selective"', ("--activation_checkpoint.mode=memory_budget",)),
     Case("blocks that are not counted", '--activation_checkpoint.selective_ac_option = "two": must be "op" or a number >= 1 as a string; nearest: "1"', ("--activation_checkpoint.selective_ac_option=two",)),

@@ -117,7 +117,7 @@ def test_the_parts_list_their_turns_and_the_page_has_every_row(device: str, fail
     )
     text = page([row(key, **found) for key, found in zip(keys, figures, strict=True)], device)
     assert rows(text, "Bounds") == BOUNDS
-    assert rows(text, "Left out") == (set(keys) if fails else set())
+    assert rows(text, "Failed turns") == (set(keys) if fails else set())
     if fails:
         return
     backend = "" if device == "cuda" else "=aot_eager"
@@ -156,7 +156,7 @@ def test_without_a_device_turns_are_compiled_members_are_killed_and_a_missing_si
     ):
         assert main([*asked, "--part", only[0], "--only", only]) == 0
     text = write.read_text()
-    assert rows(text, "Versions") == VERSIONS and rows(text, "Left out") == {
+    assert rows(text, "Versions") == VERSIONS and rows(text, "Failed turns") == {
         f"2 tiny 0 {': '.join(MORE_SIDES['tiny'][-1])}"
     }, text
     assert rows(text, "train.py to its end") == {"train tiny compiled", "steady none 0"}

@@ -18,7 +18,7 @@ from bench.drill_job import DevicePool
 from ft.config import FaultTolerance
 from scripts.agent import LocalRanks, rendezvous_id, run_ranks
 from scripts.launch import cores_here
-from scripts.plan import RESTARTS_WITHIN_S, LaunchSettings
+from scripts.launch_settings import RESTARTS_WITHIN_S, LaunchSettings
 from scripts.replicas import (
     ENABLED,
     MAX_SHORT_RUNS,
