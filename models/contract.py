@@ -164,6 +164,13 @@ class ModelFault(ValueError):
     """A model that breaks this contract in a way that only its forward shows."""
 
 
+def no_loss(result: Tensor) -> ModelFault:
+    """Returns the error for a forward with labels whose result is not the loss sum."""
+    return ModelFault(
+        f"forward with labels must return the loss sum (models/contract.py), not {list(result.shape)} values"
+    )
+
+
 def check_contract(model: nn.Module, name: str) -> None:
     """Raises ValueError if `model`, that of models/`name`.py, lacks a part that every run uses."""
     if not isinstance(model, Model):

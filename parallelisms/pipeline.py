@@ -22,7 +22,7 @@ from torch.distributed.pipelining.schedules import (
     _PipelineScheduleRuntime,
 )
 
-from models.contract import Model
+from models.contract import Model, no_loss
 from parallelisms.mesh import ParallelismConfig
 from parallelisms.pipeline_plan import placement, schedule_of, stage_modules
 from parallelisms.pipeline_schedule import Action, Table, cell_text, table
@@ -119,8 +119,14 @@ class Pipeline:
             )
             for part, index in zip(self.parts, self._stages_by_rank[self._mesh.get_local_rank()], strict=True)
         ]
+
+        def loss_of(loss_sum: Tensor, _: Tensor) -> Tensor:
+            if loss_sum.ndim:
+                raise no_loss(loss_sum)
+            return loss_sum
+
         runtime = _PipelineScheduleRuntime(  # the output of the last stage is the loss
-            stages, tokens.shape[0] // self._microbatch_size, loss_fn=lambda loss_sum, _: loss_sum, scale_grads=False
+            stages, tokens.shape[0] // self._microbatch_size, loss_fn=loss_of, scale_grads=False
         )
         order: dict[int, list[Any]] = {
             rank: [_Action.from_str(cell_text(cell)) for cell in row] for rank, row in enumerate(rows)

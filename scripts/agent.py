@@ -137,9 +137,7 @@ class LocalRanks(Signals):
         self.killed = False
         self.change = threading.Lock()  # of `pids`
         self.pids = set[int]()  # of running ranks
-        self.groups = set[
-            int
-        ]()  # Unix process groups that may still have processes: of running ranks, and of those that just ended
+        self.groups = set[int]()  # Unix process groups of these ranks, which may have processes after they have ended
         self.started = False  # ranks, at least once
         self.first_failed: set[int] = set()  # global ranks
         self._grace_s = grace_s
@@ -182,9 +180,10 @@ class LocalRanks(Signals):
 
     def end_groups(self) -> None:
         """Kills the ranks' Unix process groups, with the children of ranks, and forgets them."""
-        while self.groups:
+        groups, self.groups = self.groups, set()
+        for pid in groups:
             with suppress(ProcessLookupError, PermissionError):  # macOS raises the latter for a group of zombies
-                os.killpg(self.groups.pop(), signal.SIGKILL)
+                os.killpg(pid, signal.SIGKILL)
 
     def _after(self, seconds: float, action: Any) -> None:
         timer = threading.Timer(seconds, action)

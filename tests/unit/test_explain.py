@@ -217,9 +217,10 @@ def build(config, **sizes):
     (tmp_path / "models" / "fork.py").write_text(text.lstrip("\n"))
     add_models(monkeypatch, tmp_path / "models")
     (tmp_path / "run.toml").write_text('[model]\nname = "fork"\nvocab_size = 300\n')
-    assert main([str(tmp_path / "run.toml"), "--explain"]) == 2
-    [line] = capsys.readouterr().err.splitlines()
-    assert line.startswith(f'pharos: {tmp_path}/run.toml:2: model.name = "fork": {WRONG_MODELS[method]}')
+    for layout in ([], ["--parallelism.pipeline_parallel_degree=2"] if "ModelFault" in WRONG_MODELS[method] else []):
+        assert main([str(tmp_path / "run.toml"), "--explain", *layout]) == 2
+        [line] = capsys.readouterr().err.splitlines()
+        assert line.startswith(f'pharos: {tmp_path}/run.toml:2: model.name = "fork": {WRONG_MODELS[method]}')
 
 
 def test_ranks_come_from_the_launcher_or_the_degrees(monkeypatch):

@@ -275,8 +275,8 @@ def _memory(job: ExplainedJob, profiles: Sequence[RankProfile], extra_memory: Ex
     if job.execution.cpu_offload:
         yield "training.enable_cpu_offload: parameters, gradients and optimizer state are in host memory; the table counts them here"
     elif job.device_type == "cuda":
-        extra = [sum(extra_memory(rank).values()) if extra_memory else 0 for rank in profiles]
-        most = max(rank.peak + more for rank, more in zip(profiles, extra, strict=True)) + _USED_ELSEWHERE
+        sums = [rank.peak + sum(extra_memory(rank).values() if extra_memory else ()) for rank in profiles]
+        most = max(sums) + _USED_ELSEWHERE
         fits = [f"{gb} GB ({name})" for gb, name in _CARDS.items() if gb * 10**9 >= most]
         more = "the memory of fault tolerance below, and 4 GiB" if extra_memory else "4 GiB more"
         verdict = f"fits on {fits[0]}" if fits else "fits on no GPU known here"
