@@ -103,7 +103,7 @@ class Healer:
     def _fetch(self, quorum: m.QuorumResult, into: StateView, cancelled: threading.Event) -> None:
         until_s, began_s = time.monotonic() + self._grace_s, time.monotonic()
         group_servers = {quorum.members[source.replica_rank]: source.address for source in quorum.sources}
-        names, logged = tuple(group_servers), ""
+        logged = ""
         wanted = {"quorum_id": quorum.quorum_id, "step": quorum.reference[0]}
         while True:
             found = {name: self.find(address) for name, address in group_servers.items()}

@@ -83,8 +83,8 @@ class ManagerTelemetry:
     """The telemetry of one Manager. `step`: returns the step of the trainer's state. `inner_steps`: optimizer steps of one commit; the
     protocol counts commits. `long_phase_s`: time limit of a phase whose duration does not depend on a step's, and of the first step; 0: not
     reported. `show_event`: shows a message in a lane of the dashboard, at the protocol's step. `pending_since_s`: start of the oldest
-    reduction that waits for other groups; None: there is none. For the trainer's thread, except for `status` and `report_forever`, which run
-    in the thread "ft-report"."""
+    reduction that waits for other groups; None: there is none. For the trainer's thread, except for `status` and `report_forever`, which
+    run in the thread "ft-report"."""
 
     def __init__(
         self,

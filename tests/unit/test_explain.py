@@ -195,7 +195,7 @@ def test_bad_input_is_told(capsys, tmp_path, argv: list[str], message: str):
 WRONG_MODELS = {  # method -> message
     "def init_weights(self, seed): raise KeyError('extra')": "init_weights raised KeyError: 'extra' (models/fork.py, line 6)",
     "def forward(self, x): return x": "its forward takes no labels (models/contract.py)",
-    "def forward(self, x, *, labels=None, positions=None): return super().forward(x)": "a simulated step raised ModelFault: forward with labels",
+    "def forward(self, x, *, labels=None, positions=None): return super().forward(x)": "a simulated step raised ModelFault: forward with",
     "def forward(self, x, *, labels, positions=None): return self.head(x)": "a simulated step raised AttributeError: ",
 }
 

@@ -8,7 +8,7 @@ import signal
 import socket
 import sys
 import time
-from contextlib import closing, suppress
+from contextlib import closing, redirect_stdout, suppress
 from pathlib import Path
 from typing import Any, cast
 
@@ -130,11 +130,12 @@ raise SystemExit(first)
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="a disk that is full, of Linux")
-def test_output_that_cannot_be_shown_is_in_the_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    settings, program = LaunchSettings.read({}), "print('a line')"
-    with suppress(OSError), Path("/dev/full").open("w") as full:
-        monkeypatch.setattr(sys, "stdout", full)
+def test_output_that_cannot_be_shown_is_in_the_log(tmp_path: Path):
+    settings, program, full = LaunchSettings.read({}), "print('a line')", Path("/dev/full").open("w")  # noqa: SIM115
+    with redirect_stdout(full):
         assert run_ranks([sys.executable, "-c", program], settings, nproc=1, logs=tmp_path / "run" / "logs") == 0
+    with suppress(OSError):  # what is left in its buffer
+        full.close()
     assert (tmp_path / "run" / "logs" / "rank0.log").read_text() == "a line\n"
 
 
