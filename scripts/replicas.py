@@ -326,7 +326,7 @@ def prepare(argv: list[str], groups: int, *, nodes: int = 1, ranks: int | None =
     """Checks settings; returns (config, MAX_RESTARTS, grace_s). `ranks`: per node of a group; None: as launch.py. Raises ValueError."""
     from configs.load import load
 
-    env = {**os.environ, "NUM_REPLICA_GROUPS": str(groups), "TORCHFT_LIGHTHOUSE": "http://127.0.0.1:1"}
+    env = {**_inherited(), "NUM_REPLICA_GROUPS": str(groups), "TORCHFT_LIGHTHOUSE": "http://127.0.0.1:1"}
     launch_settings, config = LaunchSettings.read(os.environ), load(argv)
     check(config, world_size=(ranks or ranks_here(launch_settings)) * nodes, environ=env)
     return config, launch_settings.max_restarts if "MAX_RESTARTS" in os.environ else 100, launch_settings.grace_s
@@ -342,7 +342,12 @@ def environment(run_folder: Path, groups: int, ranks: int | None = None) -> dict
         file.write((os.environ.get("PHAROS_TOKEN") or secrets.token_urlsafe(24)) + "\n")
     own = {"NUM_REPLICA_GROUPS": str(groups), "PHAROS_TOKEN_FILE": str(token), "MAX_RESTARTS": "0"}
     threads = {"OMP_NUM_THREADS": threads_per_rank(groups * ranks)} if ranks else {}
-    return threads | {name: value for name, value in os.environ.items() if name != "PHAROS_TOKEN"} | own
+    return threads | {name: value for name, value in _inherited().items() if name != "PHAROS_TOKEN"} | own
+
+
+def _inherited() -> dict[str, str]:
+    """Returns this process's environment without the files for TLS: the lighthouse that is started here has none."""
+    return {name: value for name, value in os.environ.items() if not name.startswith("PHAROS_TLS_")}
 
 
 def start_lighthouse(

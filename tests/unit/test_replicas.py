@@ -273,6 +273,15 @@ def test_the_cores_are_divided_among_the_ranks_of_all_groups(tmp_path: Path, mon
     assert threads(2, 1) == "7", "the user's"
 
 
+def test_a_lighthouse_elsewhere_that_has_tls_is_no_matter_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.toml").write_text("[model]\ndim = 32\nn_heads = 2\nn_kv_heads = 2\n")
+    (tmp_path / "groups").mkdir()
+    monkeypatch.setenv("PHAROS_TLS_CA", "ca.pem")
+    assert main(["a.toml", "--groups=2", "--check"]) == 0
+    assert "PHAROS_TLS_CA" not in environment(tmp_path, 2)
+
+
 def test_the_rendezvous_of_each_run_and_group_has_a_name_of_its_own():
     folders = ("outputs/a/logs", "outputs/b/logs", "outputs/a/groups/0", "outputs/a/groups/1", "outputs/b/groups/0")
     assert len({rendezvous_id(Path(folder)) for folder in folders}) == len(folders)
