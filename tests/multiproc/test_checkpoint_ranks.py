@@ -265,11 +265,12 @@ def one_rank_cannot_write(folder: Path, broken_rank: int, async_mode: str) -> tu
     message = ""
     try:
         run.checkpointer.save(2)
-        run.checkpointer.close()
+        run.checkpointer.wait()
     except CheckpointFailed as failure:
         message = str(failure)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    run.checkpointer.close()
     assert steps_in(folder) == [1]
     dist.barrier()
     run.checkpointer.save(3, last=True)

@@ -141,7 +141,10 @@ def test_it_gives_up_after_some_attempts_and_leaves_nothing(opens: Opens, capsys
 
 def test_a_named_step_that_is_removed_is_not_exchanged_for_another(opens: Opens, capsys: pytest.CaptureFixture[str]):
     assert export(opens, opens.count - 1, lambda: prune(2), "--step", "2") == 1  # a named step is not searched for
-    assert "step-2 was removed or replaced while it was read; name the run's folder" in capsys.readouterr().err
+    assert (
+        "step-2 was removed or replaced while it was read; without --step the newest is exported"
+        in capsys.readouterr().err
+    )
     assert not Path("out").exists() and not Path("out.partial").exists()
 
 

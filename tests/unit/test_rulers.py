@@ -14,18 +14,18 @@ from training.checkpoint_files import read_manifest
 
 
 def test_calls_are_counted_with_their_depth_and_those_of_libraries_are_not():
-    tracer, checkpoint = Tracer(), RunConfig().checkpoint
+    tracer, optimizer = Tracer(), RunConfig().optimizer
     sys.setprofile(tracer)
     try:
         sorted([2, 1], key=lambda value: value)  # of this file
-        checkpoint.check()
+        optimizer.check()
         manifest_or_problem(Path())
     finally:
         sys.setprofile(None)
     calls = [(call.depth, call.file, call.function.rpartition(".")[2]) for call in tracer.calls]
     assert calls[:2] == [(0, "tests/unit/test_rulers.py", "<lambda>")] * 2
     assert calls[2:] == [
-        (0, "training/checkpoint.py", "check"),
+        (0, "training/optimizer.py", "check"),
         (0, "training/checkpoint.py", manifest_or_problem.__name__),
         (1, "training/checkpoint_files.py", read_manifest.__name__),
     ]
