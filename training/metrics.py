@@ -78,9 +78,8 @@ class MetricsProcessor:
         self._wall_clock = wall_clock
         self._memory = Memory(device)
         self._peak_tflops = config.peak_tflops or (known_peak_tflops(device.name) if device else None)
-        self._first_step = self._commits = (
-            0  # first committed step since the launch or a rewind; commits of this launch
-        )
+        self._first_step = 0  # first committed step since the launch or a rewind
+        self._commits = 0  # of this launch
         self._resumed: tuple[int, int] | None = None  # step and tokens before the first commit of this launch
         self._loss = math.nan
         self._validation_loss: float | None = None  # of the newest validation

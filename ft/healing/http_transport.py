@@ -60,9 +60,8 @@ class HttpTransport(Transport):
         self.access = access
         self._shown: StateOffer | None = None  # newest offer, even if withdrawn: joiners are told the reason
         self._fetched = ""  # path of the newest fetch
-        self.logged: dict[
-            str, str
-        ] = {}  # source -> reason of its newest failure in these fetches: a repeated one is logged once
+        # source -> reason of its newest failure in these fetches: a repeated one is logged once
+        self.logged = dict[str, str]()
         self._server = HealServer(host, access, lambda: self._shown, silence_s=self.config.heal_grace_s)
         self.address = self._server.address
 

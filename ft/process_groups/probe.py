@@ -128,9 +128,8 @@ class Prober:
             with self._lock:
                 for replica_id, place in silent.items():
                     self._unreachable.setdefault(replica_id, self._clock())
-                    self._places.setdefault(
-                        replica_id, place
-                    )  # the next generation may have begun meanwhile, without it
+                    # the next generation may have begun meanwhile, without it
+                    self._places.setdefault(replica_id, place)
                 now = tuple(replica_id for replica_id in silent if replica_id in self._members)
             if now and self._waits_since() is not None:
                 self._report(now)

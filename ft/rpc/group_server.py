@@ -49,9 +49,8 @@ class Settings:
     world_size: int
     lighthouse: str  # http://host:port
     store_address: str = ""
-    host: str = (
-        ""  # address of this host, at which it listens; "": all addresses and the host name, without a token loopback
-    )
+    # address of this host, at which it listens; "": all addresses and the host name, without a token loopback
+    host: str = ""
     port: int = 0
     wire: Literal["pharos", "torchft"] = "pharos"  # protocol of the lighthouse
     access: Access = field(default_factory=Access)
