@@ -101,7 +101,7 @@ def test_a_death_costs_the_others_no_inner_step(place: str):
             died_in.append(group.manager.step)
             for one in made.groups:
                 one.rounds_to_do = group.manager.step + 4
-            group.kill()
+            group.kill(*made.groups)
             raise GroupEnded("killed")
 
     hooks = {"before_commit": dies} if place == "outer step" else {"inside": dies}

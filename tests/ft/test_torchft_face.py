@@ -126,7 +126,7 @@ def test_a_spare_follows_and_steps_in():
         elif group.name == "b":
             b.steps = min(b.steps, manager.current_step() + 2)
         elif len(followed) >= 4:
-            group.kill()
+            group.kill(*made.groups)
 
     with job() as made:
         spare = {"world_size_mode": WorldSizeMode.FIXED_WITH_SPARES}
