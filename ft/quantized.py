@@ -39,7 +39,7 @@ class ErrorFeedback:
 
     def __init__(self) -> None:
         self.residual: Tensor | None = None
-        self.pending: list[Tensor] = []  # residual of the newest attempt, once it is reduced, if this group contributed
+        self.pending: list[Tensor] = []  # residual of the newest attempt, once it is reduced
 
     def commit(self) -> None:
         """Replaces the residual by that of the newest attempt, whose sums are delivered."""
@@ -70,10 +70,11 @@ class CollectiveQueue:
     def allreduce_quantized(
         self, tensor: Tensor, feedback: ErrorFeedback | None, *, contributes: bool = True
     ) -> GroupWork:
-        """Reduces a floating-point tensor in place, in int8. Without `feedback` errors are lost. contributes=False: sends zeros."""
+        """Reduces a floating-point tensor in place, in int8. Without `feedback` errors are lost. contributes=False: sends
+        zeros, and keeps the residual for the next reduction."""
         before, residuals = None, list[Tensor]()
         if feedback is not None:
-            before, feedback.pending = feedback.residual if contributes else None, residuals
+            before, feedback.pending = feedback.residual, residuals
         return self._put(tensor, lambda: self._sum(tensor, before, residuals, contributes=contributes))
 
     def close(self) -> None:
@@ -154,9 +155,10 @@ class CollectiveQueue:
         quantize(total, mine[0])
         given[rank * share : (rank + 1) * share].add_(total)
         self._exchange(lambda: self._process_group._allgather_base(received, mine))
-        if contributes:
-            residuals.append(flat)
-            given = torch.empty_like(given)
+        if before is not None and not contributes:
+            flat.add_(before)
+        residuals.append(flat)
+        given = torch.empty_like(given)
         for other in range(ranks):
             dequantize(received[other], given[other * share : (other + 1) * share])
         tensor.copy_(given.view(-1)[: tensor.numel()].view(tensor.shape))
