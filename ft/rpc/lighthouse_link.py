@@ -120,7 +120,9 @@ class LighthouseConnection:
 
 
 class PharosConnection(LighthouseConnection):
-    """Connection to a Pharos lighthouse."""
+    """Connection to a Pharos lighthouse. `call_s`: timeout of a quorum request, which is sent again after it."""
+
+    call_s = CALL_S
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
@@ -134,16 +136,18 @@ class PharosConnection(LighthouseConnection):
         request = pharos_pb2.QuorumRequest(
             call=codec.to_message(call), static_quorum_id=static_quorum.id
         ).SerializeToString()
-        event: m.Event
-        try:
-            reply = await self._unary("/pharos.Lighthouse/Quorum", request, CALL_S)
-            event = self._read(codec.parse(pharos_pb2.QuorumReply, reply), static_quorum)
-        except grpc.RpcError as error:
-            event = m.LighthouseFailed(status_of(error))
-            if refusal := _REFUSALS.get(error.code()):
-                event = m.LighthouseRefused(call.member.replica_id, refusal, str(error.details()))
-        except ValueError as error:
-            event = m.LighthouseFailed(str(error))
+        event: m.Event | None = None
+        while event is None:
+            try:
+                reply = await self._unary("/pharos.Lighthouse/Quorum", request, self.call_s)
+                event = self._read(codec.parse(pharos_pb2.QuorumReply, reply), static_quorum)
+            except grpc.RpcError as error:
+                if refusal := _REFUSALS.get(error.code()):
+                    event = m.LighthouseRefused(call.member.replica_id, refusal, str(error.details()))
+                elif error.code() != grpc.StatusCode.DEADLINE_EXCEEDED:  # then it waits for other groups
+                    event = m.LighthouseFailed(status_of(error))
+            except ValueError as error:
+                event = m.LighthouseFailed(str(error))
         self._on_event(event)
 
     def _read(self, reply: pharos_pb2.QuorumReply, static_quorum: codec.StaticQuorum) -> m.Event:

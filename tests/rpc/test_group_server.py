@@ -273,6 +273,40 @@ def test_a_late_vote_fails_no_call_for_a_quorum():
     asyncio.run(story())
 
 
+def test_a_request_that_waits_for_other_groups_is_no_failed_try():
+    """Its time is up, and it is sent again: what the lighthouse answers then is the answer."""
+
+    async def story() -> None:
+        requests, heard, over = [], asyncio.Queue[m.Event](), asyncio.Event()
+
+        class Quorums(grpc.GenericRpcHandler):  # type: ignore[misc]
+            def service(self, details: Any) -> Any:
+                async def quorum(request: bytes, context: Any) -> bytes:
+                    requests.append(request)
+                    if len(requests) < 3:
+                        await over.wait()
+                    return pharos_pb2.QuorumReply(restore=pharos_pb2.Restore(settled=7)).SerializeToString()
+
+                return grpc.unary_unary_rpc_method_handler(quorum)
+
+        class Impatient(PharosConnection):
+            call_s = 0.05
+
+        server = grpc.aio.server()
+        server.add_generic_rpc_handlers((Quorums(),))
+        address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+        await server.start()
+        link = Impatient(address, Access(), heard.put_nowait, asyncio.ensure_future, lambda o: None)
+        link.call(m.Call(m.Member("a:1")), 0.0)
+        assert await asyncio.wait_for(heard.get(), WAIT_S) == m.LighthouseRequiresRestore(7)
+        assert len(requests) == 3 and requests[0] == requests[2] and heard.empty()
+        over.set()
+        await link.close()
+        await server.stop(0)
+
+    asyncio.run(story())
+
+
 def _streaming(handle: Callable[[Any], Any]) -> tuple[Any, int]:
     """A server whose streams are all served by `handle`, and its port."""
 
