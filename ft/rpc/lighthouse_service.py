@@ -76,7 +76,7 @@ class LighthouseService:
         self._serialized: dict[str, bytes] = {}  # that quorum as serialised answers, by kind of answer (see _serialize)
         self._static_quorum = codec.StaticQuorum()  # that of _static_quorum_of
         self._static_quorum_of: m.Quorum | None = None
-        self._observer, self._logged_reason, self._logged_id = observer, "", 0
+        self._observer, self._logged_reason, self._logged_id, self._lost_in = observer, "", 0, 0
         self._limits = {"times": codec.to_message(self.config.times), "limits": codec.to_message(self.config.limits)}
         # A group holds back commits after takeover_s / 2 without an answered heartbeat: here four answers in a row may be lost.
         self._answer_every_s = (self.config.times.takeover_s or 30.0) / 12
@@ -286,7 +286,10 @@ class LighthouseService:
             pending.give(reply.SerializeToString())
 
     def _notify(self, effect: m.Notify) -> None:
-        self.lost += isinstance(effect.notice, m.MemberLost)
+        if (
+            isinstance(effect.notice, m.MemberLost) and effect.notice.quorum_id != self._lost_in
+        ):  # else a reopened stream's
+            self.lost, self._lost_in = self.lost + 1, effect.notice.quorum_id
         message = pharos_pb2.Down(notice=codec.notice_message(effect.notice)).SerializeToString()
         for replica_id in effect.replica_ids:
             self._send(replica_id, message)
@@ -295,10 +298,9 @@ class LighthouseService:
         """Logs effects, and at ticks a reason if more than its numbers has changed. Then calls dashboard and observer."""
         for effect in out.effects:
             if isinstance(effect, m.Answer):
-                self.issued, self._logged_reason = self.issued + 1, out.reason
-                quorum = effect.quorum
-                if quorum.quorum_id != self._logged_id:
-                    self._logged_id = quorum.quorum_id
+                quorum, self._logged_reason = effect.quorum, out.reason
+                if quorum.quorum_id != self._logged_id:  # else a repeated request
+                    self.issued, self._logged_id = self.issued + 1, quorum.quorum_id
                     what = quorum.quorum_id, len(quorum.members), m.describe_step(quorum.reference[0]), out.reason
                     log.info("quorum %d of %d groups, step %s: %s", *what)
             elif isinstance(effect, m.Refuse):  # logged once, though a former member repeats its request without end
