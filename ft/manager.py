@@ -749,10 +749,10 @@ class Manager:
         self._restored = None
         if self._restore:
             self._restore()
-            if self._restored is None and (self.step or self.healer.touched):
-                raise GroupEnded(
-                    "there is no checkpoint to load, and this group's weights are no longer the initial ones: restart the group"
-                )
+        if self._restored is None and (self.step or self.healer.touched):
+            raise GroupEnded(
+                "there is no checkpoint to load, and this group's weights are no longer the initial ones: restart the group"
+            )
         return m.Restored(self._restored)
 
     # ------------------------------------------------------------------------------------------------ other threads

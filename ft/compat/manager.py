@@ -25,6 +25,7 @@ import socket
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from datetime import timedelta
 from enum import Enum
 from functools import lru_cache, partial
@@ -81,7 +82,8 @@ class Manager:
     backstop, as losses are notified at once, and groups wait for one that heals.
 
     Not in torchft: `interface` (addresses.advertised), `every_step` (request a quorum before each step, which torchft's lighthouse
-    requires), `insecure` (serve other machines without a token), `dies_with_group` and `observer` (see ft/manager.py).
+    requires), `insecure` (serve other machines without a token), `times` (heartbeat_timeout_s and heal_grace_s are the lighthouse's),
+    `dies_with_group` and `observer` (see ft/manager.py).
 
     Raises ValueError (arguments, variables), OSError (no lighthouse, no group server). start_quorum, backward and should_commit raise
     Stopped, GroupEnded and BadInput (seam.py), backward and should_commit also RuntimeError for gradients that cannot be reduced; after any
@@ -117,6 +119,7 @@ class Manager:
         interface: str = "",
         every_step: bool = False,
         insecure: bool = False,
+        times: m.Timeouts = m.Timeouts(),
         dies_with_group: bool = True,
         observer: Observer | None = None,
     ) -> None:
@@ -129,11 +132,10 @@ class Manager:
         check_scheme(lighthouse, environment.tls)
         if min_replica_size < 1:
             raise ValueError(f"min_replica_size = {min_replica_size}: must be at least 1")
-        times = m.Timeouts() if heartbeat_interval is None else m.Timeouts(beat_s=heartbeat_interval.total_seconds())
-        if times.check_timeout_order():
-            raise ValueError(
-                f"heartbeat_interval = {times.beat_s:g} s: must be below {times.heartbeat_timeout_s:g} s, the heartbeat timeout"
-            )
+        if heartbeat_interval is not None:
+            times = replace(times, beat_s=heartbeat_interval.total_seconds())
+        if bad := times.incompatible_timeouts(times):
+            raise ValueError(f"heartbeat_interval or times: {'; '.join(bad)}")
         config = ReplicaGroupConfig(
             name=group_name(replica_id or environment.replica_group_id or f"group-{secrets.token_hex(4)}"),
             group_rank=environment.group_rank if rank is None else rank,

@@ -636,13 +636,15 @@ class StepMachine:
             self.reason = self._failure
         elif round(tail.ok) < len(quorum.members):
             verdict, change = "retry", tail.change > 0
-            self.reason = f"{round(tail.ok)} of {len(quorum.members)} groups could contribute"
+            self.reason = f"{len(quorum.members) - round(tail.ok)} of {len(quorum.members)} groups cannot contribute: another attempt"
         else:
             self.reason = "all all-reduces have completed"
             divergent = find_divergent(tail.digests, quorum.members) if tail.digests else ()
             verdict, change = "yes", tail.change > 0 or bool(divergent)
             if divergent:
-                self._out.append(m.WeightsDiffer(self.step, () if divergent == quorum.members else divergent))
+                self._out.append(
+                    m.WeightsDiffer(self._collective_step, () if divergent == quorum.members else divergent)
+                )
         why = "" if verdict == "yes" else self.reason
         rank = self.config.group_rank
         self._out.append(m.CastVote(Vote(rank, "commit", *self.attempt_id, verdict, change, why, divergent)))
@@ -670,9 +672,12 @@ class StepMachine:
             return self._fail(outcome.reason, now_s)
         if outcome.verdict == "retry":
             return self._try_again()
+        if self.config.skip_unable and any(tail.tokens) and max(tail.tokens) <= 0:
+            self.contribution.kept = False  # nothing of it is sent again
+            return self._fail("no group could contribute", now_s)
         if set(outcome.divergent) == set(quorum.members):
             return self._stop(
-                f"after step {describe_step(self.step)} the groups hold different weights, and no majority has the same"
+                f"after step {describe_step(self._collective_step)} the groups hold different weights, and no majority has the same"
             )
         if self._copied:
             self._copied = member_digest(tail.digests, quorum.replica_rank) == NONE

@@ -76,6 +76,9 @@ def test_a_process_group_forms_while_a_survivor_computes(case: str):
             return ahead and replace(ahead, slots=(4000 * SLOT,))
 
     class RestoredManager(Manager):
+        def __init__(self, *what: Any, **more: Any) -> None:
+            super().__init__(*what, restore=lambda: self.load_state_dict(self.state_dict()), **more)
+
         def _wait_formed(self, quorum: m.QuorumResult) -> m.Configured:
             if len(quorum.members) == 2:
                 self._effects.append(m.LoadCheckpoint(0))
@@ -408,6 +411,22 @@ def test_a_partly_healed_state_is_not_taken_for_the_initial_one(touched: bool):
         with closing(manager), pytest.raises(GroupEnded, match="no longer the initial") if touched else nullcontext():
             manager.attach([torch.nn.Linear(2, 2)])
             assert manager.begin_step().step == 0
+
+
+def test_trained_weights_are_not_taken_for_the_initial_ones():
+    """Of a torchft program, which loads its checkpoint before its first quorum, and is told later to load one."""
+
+    class Told(Manager):
+        def tell(self) -> None:
+            self._effects.append(m.LoadCheckpoint(9))
+
+    def later(rank: Rank, step: int) -> None:
+        if step == 3:
+            rank.manager.tell()  # type: ignore[attr-defined]
+
+    with job(min_replicas=1) as made:
+        error = made.group("a", steps=5, make=Told, at=later)[0].join().error
+        assert isinstance(error, GroupEnded) and "no longer the initial" in str(error)
 
 
 def test_a_generation_that_does_not_end_holds_up_no_close():

@@ -185,6 +185,27 @@ def test_a_reported_error_leaves_this_group_out():
         assert a.refused == b.refused == [] and a.batches[5] == 9
 
 
+def test_a_step_in_which_all_groups_report_an_error_is_dropped():
+    def body(group: Group) -> None:
+        if group.manager.current_step() == 2 and not group.refused:
+            group.manager.report_error(RuntimeError("out of memory"))
+        group.backward()
+
+    with job(min_replicas=2) as made:
+        ab = [made.group(name, A, 5, body=body, arguments={"init_sync": False}) for name in "ab"]
+        made.join()
+        for group in ab:
+            assert group.refused == [3] and set(moves(group).values()) == {A} and group.batches[5] == 10
+
+
+def test_a_lighthouse_with_other_timeouts_than_the_defaults():
+    times = m.Timeouts(heartbeat_timeout_s=4.0)
+    with job(2, heartbeat_timeout_ms=4000) as made:
+        ab = [made.group(name, A, 2, arguments={"init_sync": False, "times": times}) for name in "ab"]
+        made.join()
+        assert all(group.error is None and group.weights.keys() == {1, 2} for group in ab)
+
+
 @pytest.mark.parametrize("clips", [False, True])
 def test_a_reported_error_leaves_this_group_out_of_sums_of_ones_own(clips: bool):
     """The retry sends zeros for the group with the error, and the mean is that of the others. Where the user has made something of the
@@ -282,7 +303,10 @@ def test_what_one_rank_reports_drops_the_step_in_all_of_its_group():
         ({"world_size": 2}, "MASTER_ADDR and MASTER_PORT are not set"),
         ({"hostname": "no.such.host.invalid"}, r"hostname = no\.such\.host\.invalid: there is no such host"),
         ({"interface": "eth99"}, 'fault_tolerance.interface = "eth99"'),
-        ({"heartbeat_interval": timedelta(seconds=5)}, "heartbeat_interval = 5 s"),
+        (
+            {"heartbeat_interval": timedelta(seconds=5)},
+            "heartbeat_interval or times: beat_s = 5 must be below heartbeat_timeout_s = 5",
+        ),
     ],
 )
 def test_arguments_that_are_refused(arguments: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch):
