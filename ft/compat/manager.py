@@ -119,7 +119,7 @@ class Manager:
         interface: str = "",
         every_step: bool = False,
         insecure: bool = False,
-        times: m.Timeouts = m.Timeouts(),
+        times: m.Timeouts | None = None,
         dies_with_group: bool = True,
         observer: Observer | None = None,
     ) -> None:
@@ -132,6 +132,7 @@ class Manager:
         check_scheme(lighthouse, environment.tls)
         if min_replica_size < 1:
             raise ValueError(f"min_replica_size = {min_replica_size}: must be at least 1")
+        times = times or m.Timeouts()
         if heartbeat_interval is not None:
             times = replace(times, beat_s=heartbeat_interval.total_seconds())
         if bad := times.incompatible_timeouts(times):
