@@ -37,9 +37,9 @@ MAX_NAMES = 4096  # joiners in all
 
 
 class HealFailed(RuntimeError):
-    """The state was not received. `reason`: a string, or one for each source that failed (`failed_sources`). `touched`: some of the
-    joiner's tensors may be overwritten. `layout_mismatch`: all sources offer a state with a different layout than the joiner's, so a retry
-    is useless. `gone_sources`: those of `failed_sources` that do not offer this state any more, so a retry with them is useless."""
+    """The state was not received. `reason`: a string, or one for each source that failed. `touched`: some of the joiner's tensors may be
+    overwritten. `layout_mismatch`: all sources offer a state with a different layout than the joiner's, so a retry is useless.
+    `gone_sources`: those that do not offer this state any more, so a retry with them is useless."""
 
     def __init__(
         self,
@@ -49,10 +49,8 @@ class HealFailed(RuntimeError):
         layout_mismatch: bool = False,
         gone_sources: Collection[str] = (),
     ) -> None:
-        failed = {} if isinstance(reason, str) else reason
-        super().__init__(reason if isinstance(reason, str) else "; ".join(f"{i}: {why}" for i, why in failed.items()))
-        self.touched, self.failed_sources, self.layout_mismatch = touched, tuple(failed), layout_mismatch
-        self.gone_sources = gone_sources
+        super().__init__(reason if isinstance(reason, str) else "; ".join(f"{i}: {why}" for i, why in reason.items()))
+        self.touched, self.layout_mismatch, self.gone_sources = touched, layout_mismatch, gone_sources
 
 
 class Withdrawn(RuntimeError):

@@ -141,9 +141,9 @@ def test_a_whole_state_with_damaged_chunks_asked_for_again(damaged: tuple[int, .
 def test_a_wire_that_always_flips_is_given_up():
     group, joiner = large(1), large(2)
     source, transport = pair(group, spoil=flip(always=True))
-    with pytest.raises(HealFailed, match="damaged on the way, 3 times") as failed:
+    with pytest.raises(HealFailed, match=r"^a: .*damaged on the way, 3 times$") as failed:
         heal(source, transport, joiner)
-    assert failed.value.touched and failed.value.failed_sources == ("a",) and not joiner.loaded
+    assert failed.value.touched and not joiner.loaded
     heal(source, transport, joiner)  # the request is repeated, and now nothing flips
     assert equal(joiner.loaded, group.values) and source.fence() is Fenced.FREE
 
@@ -259,9 +259,9 @@ def test_a_fetch_can_be_stopped():
     _, joiner, source, transport, gate, healing = half_way(HealConfig())
     transport.stop("the quorum has failed")
     gate.set()
-    with pytest.raises(HealFailed, match="the quorum has failed") as failed:
+    with pytest.raises(HealFailed, match=r"^the quorum has failed$") as failed:
         healing.result(30)
-    assert failed.value.touched and not failed.value.failed_sources and not joiner.loaded
+    assert failed.value.touched and not joiner.loaded
     source.close()
 
 
@@ -304,7 +304,7 @@ def over_gloo(leaves: bool) -> Any:
             values = transport.fetch([StateSource("a", *address)], joiner.view(), quorum_id=3, step=7, progress=meet)
             return equal(values, source.values)
         except HealFailed as failed:
-            return failed.touched, failed.failed_sources
+            return failed.touched, str(failed)[:3]
         finally:
             dist.barrier()
     finally:
@@ -317,4 +317,4 @@ def test_gloo(pool: Pool):
 
 def test_gloo_whose_source_leaves(pool: Pool):
     _, joiner = pool.run(2, over_gloo, True)
-    assert joiner == (True, ("a",))
+    assert joiner == (True, "a: ")
