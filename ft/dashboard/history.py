@@ -81,7 +81,6 @@ class History:
         self.gone: OrderedDict[str, Departure] = OrderedDict()  # by id, the latest last
         self.last_step_s = 0.0  # time of the newest reported commit, in seconds since 1970
         self._numbers = 0
-        self.clean_leaves: set[str] = set()  # the id whose clean Leave is being handled
         self._ids: frozenset[str] = frozenset()  # ids of the newest quorum
         self._quorum_id = 0
         self.recent_steps: deque[tuple[float, int]] = deque()  # (time, step) of each new step of the last RATE_S
@@ -90,8 +89,7 @@ class History:
         self._see_quorum()
 
     def saw(self, event: m.Event, out: m.Out) -> None:
-        self.clean_leaves = {event.replica_id} if isinstance(event, m.Leave) and event.clean else set()
-        self._see_departures()
+        self._see_departures(event.replica_id if isinstance(event, m.Leave) and event.clean else "")
         for effect in out.effects:
             if isinstance(effect, m.Answer):
                 self._see_quorum()
@@ -170,20 +168,20 @@ class History:
         (began_s, first), (ended_s, last) = self.recent_steps[0], self.recent_steps[-1]
         return (last - first) / (ended_s - began_s) if ended_s > began_s else 0.0
 
-    def _see_departures(self) -> None:
+    def _see_departures(self, leaves: str) -> None:
+        """`leaves`: the id that has left cleanly by this event, else empty."""
         lost = self._machine.roster.lost
         if next(reversed(lost), None) in (next(reversed(self.gone), None), None):
             return
         now_s = self._wall_clock()
         new = list(takewhile(lambda i: i not in self.gone, reversed(lost)))[::-1]
         for replica_id in new:
-            went = replica_id in self.clean_leaves
-            self.gone[replica_id] = Departure(now_s, clean(lost[replica_id], MAX_TEXT), went)
+            self.gone[replica_id] = Departure(now_s, clean(lost[replica_id], MAX_TEXT), replica_id == leaves)
             self.healing.pop(replica_id, None)
         while len(self.gone) > MAX_GONE:
             self.gone.popitem(last=False)
-        for why, went in dict.fromkeys((lost[i], i in self.clean_leaves) for i in new):
-            who = [i for i in new if (lost[i], i in self.clean_leaves) == (why, went)]
+        for why, went in dict.fromkeys((lost[i], i == leaves) for i in new):
+            who = [i for i in new if (lost[i], i == leaves) == (why, went)]
             verb = "left" if went else "is lost" if len(who) == 1 else "are lost"
             self.add("membership", "info" if went else "bad", f"{named(who)} {verb}: {why}")
         if new and not self._ids.isdisjoint(new):
