@@ -6,7 +6,6 @@ shut down (sockets.py), in an order that makes gloo fail every operation. A chil
 
 from __future__ import annotations
 
-import itertools
 import logging
 import queue
 import socket
@@ -193,15 +192,16 @@ class GlooEngine:
 
     def _connections(self) -> list[socket.socket]:
         """Returns duplicates of all its sockets; waits while no descriptors are left, as peers would not notice the end."""
-        for tries in itertools.count():
+        warned = False
+        while True:
             with suppress(OSError):
                 return sockets.duplicates(local=self.local, remote=self.remote)
-            if not tries:
+            if not warned:
+                warned = True
                 log.warning(
                     "no file descriptors are left: the connections of an abandoned process group are closed once there are some"
                 )
             time.sleep(AGAIN_S)
-        raise AssertionError("unreachable")
 
 
 def _fail_all(native: dist.ProcessGroup) -> None:

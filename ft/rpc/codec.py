@@ -25,7 +25,7 @@ from ft.rpc.generated import pharos_pb2, torchft_pb2
 T = TypeVar("T")
 P = TypeVar("P", bound=Message)
 
-WIRE_TYPES: dict[type[Any], Any] = {m.Timeouts: pharos_pb2.Times}
+WIRE_TYPES: dict[type[Any], Any] = {m.Timeouts: pharos_pb2.Times, m.LighthouseRefused: pharos_pb2.Refused}
 MAX_TEXT = 512  # characters of an id, an address, a digest
 MAX_REASON = 4 << 10
 MAX_TEXTS = {"reason": MAX_REASON, "data": 64 << 10, "checkpoint_metadata": 64 << 10}  # by field
@@ -225,9 +225,6 @@ def notice_from(message: pharos_pb2.Notice) -> m.Notice:
     if name not in NOTICES:
         raise ValueError("a notice of an unknown kind")
     return from_message(NOTICES[name], getattr(message, name))
-
-
-refused_from: Callable[[Any], m.LighthouseRefused] = _Converter(m.LighthouseRefused, pharos_pb2.Refused).decode
 
 
 def quorum_from(message: pharos_pb2.Quorum) -> m.Quorum:

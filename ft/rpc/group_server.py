@@ -102,9 +102,8 @@ class RankReports:
     @property
     def settled(self) -> int:
         """Returns the settled step of the first rank, whose step `aggregate` reports; 0 while it heals: it leaves that history."""
-        return (
-            first.settled if (first := self._reports.get(min(self._reports, default=0))) and first.step != m.VOID else 0
-        )
+        first = self._reports.get(min(self._reports, default=0))
+        return first.settled if first and first.step != m.VOID else 0
 
     def aggregate(self) -> Any:
         """Returns the group's report: that of the lowest rank that has reported, with byte counts summed over all ranks, the fewest

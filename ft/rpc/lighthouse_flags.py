@@ -95,8 +95,7 @@ def read_options(
         raise ValueError("--min_replicas is missing: the fewest groups that train, 1 or more")
     token = find_token(given.token_file, os.environ.get("PHAROS_TOKEN", ""))
     access = Access(token, given.insecure, _tls(given))
-    bind = Endpoint.parse(given.bind, "--bind") if given.bind else None
-    at = endpoints(given.bind, bind.port if bind else DEFAULT_PORT, access)
+    at = endpoints(given.bind, DEFAULT_PORT, access)
     for place in at:
         try_to_listen(place, "--bind")
     silent_s, grace_s = given.heartbeat_timeout_ms / 1000, given.heal_grace_s

@@ -207,7 +207,7 @@ class PharosConnection(LighthouseConnection):
             elif which == "answer":
                 self._on_event(self._read(down.answer, self._static_quorum))
             elif which == "refused":
-                self._on_event(codec.refused_from(down.refused))
+                self._on_event(codec.from_message(m.LighthouseRefused, down.refused))
             elif which == "waits":
                 self._on_event(m.LighthouseWaits(down.waits[: codec.MAX_LINE]))
             elif which == "order":

@@ -116,13 +116,12 @@ class Server(grpc.GenericRpcHandler):  # type: ignore[misc]
             if place.port or not self.port:  # else: a free port that is used at the second address is not an error
                 try_to_listen(endpoint, what)
             try:
-                if access.tls is None:
+                if access.tls:
+                    cert, key, ca = access.tls.read()
+                    credentials = grpc.ssl_server_credentials([(key, cert)], ca, require_client_auth=ca is not None)
+                    self.port = self._server.add_secure_port(str(endpoint), credentials)
+                else:
                     self.port = self._server.add_insecure_port(str(endpoint))
-                    continue
-                access.tls.server_context()  # raises ValueError with the cause if the files are unusable
-                cert, key, ca = access.tls.read()
-                credentials = grpc.ssl_server_credentials([(key, cert)], ca, require_client_auth=ca is not None)
-                self.port = self._server.add_secure_port(str(endpoint), credentials)
             except RuntimeError as error:
                 if place is at[0] or place.port:
                     raise ValueError(f"{what} {endpoint}: {error}") from None
