@@ -48,16 +48,6 @@ def test_a_job_as_a_watcher_sees_it(job: Jobs):
         reader.until(lambda r: r.row("2:d")[2] == TRAINS and "2:d has the state of step 5" in r.texts)
 
 
-def test_what_ranks_saw_is_on_the_timeline(job: Jobs):
-    one, groups = job()
-    groups.tell("0:a", "corruption", "after step 1 the weights of rank 0 of group 2 differ")
-    groups.tell("1:b", "commit", "loss nan at slot 5")
-    with one.watch() as reader:
-        reader.until(lambda r: "loss nan at slot 5" in r.texts)
-        lanes = {event[5]: event[2] for event in reader.events.values()}
-        assert lanes["after step 1 the weights of rank 0 of group 2 differ"] == 3
-
-
 def test_the_age_of_a_group_is_that_of_its_report(house: Houses, herd: Herds):
     """After a restart of the lighthouse a page is open before the groups' reports are there."""
     one = house(min_replicas=3)

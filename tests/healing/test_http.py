@@ -13,7 +13,6 @@ from contextlib import ExitStack, closing
 from typing import Any
 
 import pytest
-import torch
 
 from ft.healing.format import CHUNK_BYTES
 from ft.healing.http_server import MAX_CONNECTIONS, HealServer
@@ -42,25 +41,10 @@ def test_a_whole_state(world: World, streams: int):
     assert not source.is_fully_sent
 
 
-def test_all_kinds_of_tensors(world: World):
-    def state(fill: int) -> Group:
-        tied = torch.full((700_000,), float(fill))
-        return Group(
-            {
-                "bf16": torch.full((1 << 20,), fill, dtype=torch.bfloat16),
-                "fp8": torch.full((999,), fill, dtype=torch.uint8).view(torch.float8_e4m3fn),
-                "bool": torch.full((3, 3), bool(fill)),
-                "int64": torch.tensor(fill),
-                "empty": torch.zeros(0, 4),
-                "crossed": torch.full((1000, 900), float(fill)).t(),
-                "shared": [tied, tied[:5], tied],
-                "plain": {"lr": 0.1 * fill, 5: (None, float("inf"), "x"), "nan": float("nan")},
-            }
-        )
-
-    for group, joiner in ((state(1), state(0)), (Group({"ledger": {"step": 5}}), Group({"ledger": {"step": 0}}))):
-        heal(world.transport("j"), joiner, world.source(group))
-        assert equal(joiner.loaded, group.values)
+def test_a_state_without_tensors(world: World):
+    group, joiner = Group({"ledger": {"step": 5}}), Group({"ledger": {"step": 0}})
+    heal(world.transport("j"), joiner, world.source(group))
+    assert equal(joiner.loaded, group.values)
 
 
 def test_a_fence_does_not_outlast_its_quorum(world: World):
@@ -359,13 +343,11 @@ def test_a_source_that_offers_anew_under_the_same_number(world: World):
 
 
 def test_a_fetch_can_be_stopped(world: World):
-    group, joiner, _, _, _ = half_way(world, HealConfig())
-    other = world.transport("k")
-    reached = world.event()
-    proxy = world.proxy(world.source(group, "b"), hold(10 * MIB, world.event(), reached))
-    healing = world.start(heal, other, joiner, proxy)
+    transport, reached = world.transport("j"), world.event()
+    proxy = world.proxy(world.source(large(1)), hold(10 * MIB, world.event(), reached))
+    healing = world.start(heal, transport, large(2), proxy)
     assert reached.wait(30)
-    other.stop("the quorum has failed")
+    transport.stop("the quorum has failed")
     with pytest.raises(HealFailed, match=r"^the quorum has failed$") as failed:
         healing.result(10)
     assert failed.value.touched

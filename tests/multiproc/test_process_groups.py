@@ -9,13 +9,10 @@ import ctypes
 import gc
 import os
 import random
-import signal
 import socket
-import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -486,37 +483,17 @@ def test_forming_fifty_times_leaks_nothing(pool: Pool, kind: str):
 
 def store_is_silent(kind: str) -> None:
     """Its host takes the connection and says nothing, as the kernel does for a process that is stopped."""
-    with socket.create_server(("127.0.0.1", 0)) as host:
-        give_up_waiting(kind, host.getsockname()[1], lambda: None)
-
-
-def store_falls_silent(kind: str) -> None:
-    """Its host is stopped while this member waits for the others."""
-    program = "import sys; from ft.process_groups.store import serve; s = serve(); print(s.port, flush=True); sys.stdin.read()"
-    with subprocess.Popen(
-        [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as host:
-        assert host.stdout is not None
-        port = int(host.stdout.readline())
-        stop = threading.Timer(0.2, host.send_signal, (signal.SIGSTOP,))
-        give_up_waiting(kind, port, stop.start)
-        stop.join()
-        host.kill()
-
-
-def give_up_waiting(kind: str, port: int, start: Callable[[], None]) -> None:
     group = make(kind)
     group.prepare()
     notice = threading.Timer(0.4, group.interrupt, ("the store is silent", 1))
-    start()
-    notice.start()
-    address = f"127.0.0.1:{port}/a"
-    words = raised(RendezvousFailed, lambda: group.configure(address, 0, SIZE, quorum_id=1))
-    assert "the store is silent" in words or "no longer wanted" in words
-    assert group.reaper.wait(LIMIT_S / 2), "a thread is stuck in the store"
+    with socket.create_server(("127.0.0.1", 0)) as host:
+        address = f"127.0.0.1:{host.getsockname()[1]}/a"
+        notice.start()
+        words = raised(RendezvousFailed, lambda: group.configure(address, 0, SIZE, quorum_id=1))
+        assert "the store is silent" in words or "no longer wanted" in words
+        assert group.reaper.wait(LIMIT_S / 2), "a thread is stuck in the store"
 
 
-@pytest.mark.parametrize("silent", [store_is_silent, store_falls_silent])
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_silent_store_holds_nobody(pool: Pool, kind: str, silent: Callable[[str], None]):
-    pool.run(1, silent, kind, timeout_s=LIMIT_S)
+def test_a_silent_store_holds_nobody(pool: Pool, kind: str):
+    pool.run(1, store_is_silent, kind, timeout_s=LIMIT_S)

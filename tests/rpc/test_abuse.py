@@ -18,7 +18,6 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 
 import grpc
 import pytest
@@ -377,13 +376,10 @@ def test_what_waits_is_bounded_in_bytes():
     async def story() -> None:
         service = LighthouseService(LighthouseConfig(min_replicas=2))
         service.max_waiting = 1 << 20
-        caller = SimpleNamespace(time_remaining=lambda: None)
-        waits = asyncio.ensure_future(
-            service.ask(m.Call(m.Member("a"), "torchft"), serving.Pending(600_000, None), caller)
-        )
+        waits = asyncio.ensure_future(service.ask(m.Call(m.Member("a:1")), serving.Pending(600_000)))
         await asyncio.sleep(0)
         with pytest.raises(serving.CallRefused, match="calls of 600000 bytes in all are waiting already") as caught:
-            await service.ask(m.Call(m.Member("b"), "torchft"), serving.Pending(600_000, None), caller)
+            await service.ask(m.Call(m.Member("b:1")), serving.Pending(600_000))
         assert caught.value.code is grpc.StatusCode.RESOURCE_EXHAUSTED and not waits.done()
 
     asyncio.run(story())

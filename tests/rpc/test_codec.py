@@ -167,8 +167,9 @@ def test_a_short_answer_is_the_whole_quorum_to_whoever_holds_its_static_quorum()
     old, new = _quorum(7), replace(_quorum(9), quorum_id=5)
     short = codec.dynamic_part(new)
     assert short is not None and len(short.SerializeToString()) < 40
-    assert codec.StaticQuorum.of(old).complete(short) == new
-    assert codec.StaticQuorum.of(old).id == codec.StaticQuorum.of(new).id
+    static_quorum = codec.StaticQuorum.of(old)
+    assert static_quorum.complete(short) == new and static_quorum.id == codec.StaticQuorum.of(new).id
+    assert codec.StaticQuorum.of(new, static_quorum) is static_quorum, "kept, not made again"
 
 
 @pytest.mark.parametrize("change", [{"names": "abc"}, {"names": "ac"}, {"writes_checkpoint": True}, {"restored": 0}])

@@ -326,22 +326,6 @@ def test_what_may_wait_does_not_pile_up_before_a_disk_that_hangs(tmp_path: Path)
     assert json.loads(path.read_text())["settled"] == 39 and len(late) <= 4, "of 37"
 
 
-def test_a_disk_that_refuses_holds_back_what_follows_until_it_does_not(tmp_path: Path):
-    folder = tmp_path / "gone"
-
-    async def story(state_writer: state_file.StateFileWriter) -> None:
-        written = state_writer.keep(SAVED)
-        assert written is not None
-        while not state_writer.trouble:
-            await asyncio.sleep(0.001)
-        assert not written.done() and "No such file" in state_writer.trouble
-        folder.mkdir()
-        await written
-        assert not state_writer.trouble and state_file.read(folder / "state.json") == SAVED
-
-    _keep(folder / "state.json", story, pace_s=SOON)
-
-
 @pytest.mark.parametrize("failing", ["full", "slow"])
 def test_a_disk_that_fails_holds_back_no_quorum_whose_id_is_reserved(tmp_path: Path, failing: str):
     """And whoever starts from what is on it gives out none of those ids."""

@@ -30,12 +30,13 @@ from ft.protocol.group import GroupConfig
 from ft.rpc import codec
 from ft.rpc.access import Access
 from ft.rpc.clients import GroupClient, GroupServerProcess, Stale
-from ft.rpc.generated import pharos_pb2, torchft_pb2
+from ft.rpc.generated import pharos_pb2
 from ft.rpc.group_server import GroupService, Process, RankReports, Settings
 from ft.rpc.lighthouse_link import PharosConnection
 from ft.rpc.serving import CallRefused
 from ft.seam import GroupEnded
 from tests.counting import counting
+from tests.rpc.peer import ScriptedLighthouse
 from tests.rpc.wire import ROOT, WAIT_S, Wire, refused
 
 RANKS = 2
@@ -172,16 +173,6 @@ def test_a_rank_that_dies_takes_its_group_along(team: Callable[..., Team]):
         process.communicate()
 
 
-def test_kill_needs_no_more_than_a_call(team: Callable[..., Team]):
-    a = team("a")
-    a.ranks[0].watch(a.heard.put, a.heard.put, pid=0)
-    a.ranks[1].vote(m.Vote(1, "commit", 0, 0, 0, "failed"), WAIT_S)
-    assert isinstance(a.heard.get(timeout=WAIT_S), m.GenerationAborted), "so the stream is open"
-    kill = torchft_pb2.KillRequest(msg="drill").SerializeToString()
-    Wire(a.server.address).send("/torchft.ManagerService/Kill", kill)
-    assert a.heard.get(timeout=WAIT_S) == "killed by request: drill"
-
-
 def test_a_lighthouse_that_is_gone_is_told_to_the_ranks_at_once(
     team: Callable[..., Team], lighthouse: LighthouseServer
 ):
@@ -191,7 +182,7 @@ def test_a_lighthouse_that_is_gone_is_told_to_the_ranks_at_once(
         quorum(a)
 
 
-def test_a_wrong_token_is_told_to_the_ranks(lighthouse: LighthouseServer):
+def test_a_wrong_token_is_told_to_the_ranks():
     guarded = LighthouseServer("127.0.0.1:0", 1, token="0123456789abcdef")
     team = Team(guarded.address(), "a")
     with pytest.raises(RuntimeError, match="this job has a token"):
@@ -552,29 +543,16 @@ def test_torchfts_lighthouse_gets_no_heartbeat_of_a_stopped_trainer():
     """Its connection sends them itself, and the group's server lives on."""
 
     async def looks_left() -> int:
-        looks, beaten = iter([True] * 5), asyncio.Event()
-
-        class Heartbeats(grpc.GenericRpcHandler):  # type: ignore[misc]
-            def service(self, details: Any) -> Any:
-                async def heartbeat(request: bytes, context: Any) -> bytes:
-                    beaten.set()
-                    return b""
-
-                return grpc.unary_unary_rpc_method_handler(heartbeat)
-
-        server = grpc.aio.server()
-        server.add_generic_rpc_handlers((Heartbeats(),))
-        port = server.add_insecure_port("127.0.0.1:0")
-        await server.start()
-        lighthouse = f"http://127.0.0.1:{port}"
-        service = GroupService(GroupConfig("a:1", 1), lighthouse, Access(), lambda reason: None, TorchftConnection)
+        looks, lighthouse = iter([True] * 5), ScriptedLighthouse()
+        config = GroupConfig("a:1", 1)
+        service = GroupService(config, lighthouse.address, Access(), lambda reason: None, TorchftConnection)
         trainer: Any = SimpleNamespace(is_stopped=lambda: next(looks, False), is_dying=lambda: False)
         service.processes[0] = trainer
         service.start()
-        await asyncio.wait_for(beaten.wait(), WAIT_S)
+        await asyncio.to_thread(lighthouse.beats.get, timeout=WAIT_S)
         left = len([*looks])
         await service.close()
-        await server.stop(0)
+        lighthouse.close()
         return left
 
     assert asyncio.run(looks_left()) == 0
@@ -613,9 +591,10 @@ def test_who_is_dying_is_told_by_the_signals_that_wait(tmp_path: Path, line: str
     assert Process(7, proc=tmp_path).is_dying() is dying
 
 
-def test_a_group_that_waits_is_told_what_for_and_sigterm_lets_its_ranks_go(lighthouse: LighthouseServer):
+def test_a_group_that_waits_is_told_what_for_and_sigterm_lets_its_ranks_go(team: Callable[..., Team]):
     """The lighthouse wants two groups; the words are its own, and come with each wait."""
-    a, b = Team(lighthouse.address(), "a"), Team(lighthouse.address(), "b")
+    a, b = team("a"), team("b")
+    a.watch(), b.watch()
 
     def wait_for_b() -> None:
         while "min_replicas is 2" not in a.ranks[0].waits.get(timeout=WAIT_S).reason:
@@ -625,23 +604,17 @@ def test_a_group_that_waits_is_told_what_for_and_sigterm_lets_its_ranks_go(light
         calls = [m.RankCall(i, m.Member(""), known=known, failed=known > 0, number=1 + known) for i in range(RANKS)]
         return [threads.submit(a.ranks[call.group_rank].quorum, call, WAIT_S) for call in calls]
 
-    try:
-        b.watch()
-        a.watch()
-        with ThreadPoolExecutor(RANKS) as threads:
-            answers = ask(threads, 0)
-            wait_for_b()
-            known = quorum(b)[0].quorum_id
-            assert {answer.result(WAIT_S).quorum_id for answer in answers} == {known}
-            b.ranks[0].leave(clean=False, reason="gone")
-            a.ranks[0].waits.queue.clear()
-            answers = ask(threads, known)
-            wait_for_b()
-            a.ranks[1].want_to_leave()
-            assert [answer.result(WAIT_S) for answer in answers] == [m.Released(), m.Released()]
-    finally:
-        a.close()
-        b.close()
+    with ThreadPoolExecutor(RANKS) as threads:
+        answers = ask(threads, 0)
+        wait_for_b()
+        known = quorum(b)[0].quorum_id
+        assert {answer.result(WAIT_S).quorum_id for answer in answers} == {known}
+        b.ranks[0].leave(clean=False, reason="gone")
+        a.ranks[0].waits.queue.clear()
+        answers = ask(threads, known)
+        wait_for_b()
+        a.ranks[1].want_to_leave()
+        assert [answer.result(WAIT_S) for answer in answers] == [m.Released(), m.Released()]
 
 
 def test_one_rank_votes_for_all(team: Callable[..., Team]):

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
 from collections.abc import Callable, Coroutine, Sized
-from functools import partial
 from typing import Any
 
 import pytest
 
-from ft import LighthouseServer
 from ft.protocol import messages as m
 from ft.protocol.lighthouse import LighthouseConfig
 from ft.rpc import codec
@@ -18,8 +15,6 @@ from ft.rpc.generated import pharos_pb2
 from ft.rpc.lighthouse_service import LighthouseService
 from ft.rpc.serving import Pending
 from tests.counting import counting
-from tests.rpc.test_group_server import RANKS, Team, quorum, together
-from tests.rpc.wire import WAIT_S
 
 
 def in_a_loop(test: Callable[[], Coroutine[Any, Any, None]]) -> None:
@@ -70,18 +65,6 @@ def test_our_callers_get_one_answer_made_once_long_and_short():
         assert lost is short, "an answer that got lost is given again, not made again"
 
     in_a_loop(test)
-
-
-def test_the_static_quorum_of_the_same_members_is_kept():
-    first = m.Quorum(1, tuple(members(3)))
-    static_quorum = codec.StaticQuorum.of(first)
-    moved = m.Quorum(2, tuple(m.Member(x.replica_id, x.address, x.store_address, step=7) for x in members(3)))
-    assert (
-        codec.StaticQuorum.of(moved, static_quorum) is static_quorum
-        and codec.StaticQuorum.of(moved).id == static_quorum.id
-    )
-    elsewhere = m.Quorum(2, tuple(m.Member(x.replica_id, "http://elsewhere:1") for x in members(3)))
-    assert codec.StaticQuorum.of(elsewhere, static_quorum).id != static_quorum.id
 
 
 # ------------------------------------------------------------------------------------------------ work
@@ -146,25 +129,3 @@ def test_what_it_keeps_is_bounded_however_many_come_and_go():
         assert sum(kept[10_000].values()) < 5_000
 
     in_a_loop(test)
-
-
-# ------------------------------------------------------------------------------------------------ steady state
-
-
-def test_groups_that_train_ask_the_lighthouse_nothing():
-    """Two groups of two ranks commit thirty steps: of what reaches the lighthouse, only the beats go on."""
-    heard: list[type[m.Event]] = []
-    server = LighthouseServer("127.0.0.1:0", 2, observer=lambda now_s, event, out: heard.append(type(event)))
-    teams = [Team(server.address(), name) for name in "ab"]
-    for team in teams:
-        team.watch()
-    first = quorum(*teams)[0].quorum_id
-    asked = Counter(heard)
-    for step in range(30):
-        votes = [m.Vote(rank, "commit", first, 0, step, "yes") for rank in range(RANKS)]
-        outcomes = together(*(partial(team.ranks[x.group_rank].vote, x, WAIT_S) for team in teams for x in votes))
-        assert {(x.verdict, x.change, x.step) for x in outcomes} == {("yes", False, step)}
-    assert asked[m.Call] == 2 and set(Counter(heard) - asked) <= {m.Report, m.StreamOpened, m.Tick}
-    for team in teams:
-        team.close()
-    server.shutdown()

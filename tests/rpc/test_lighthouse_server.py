@@ -4,12 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import math
-import os
 import shutil
-import signal
 import socket
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
 from dataclasses import replace
@@ -27,7 +23,6 @@ from tests.rpc.wire import (
     HEARTBEAT,
     OURS,
     QUORUM,
-    ROOT,
     WAIT_S,
     Stream,
     Wire,
@@ -99,29 +94,6 @@ def test_a_call_that_its_caller_waits_for_no_more_is_forgotten(house: Any):
 
 def _member(replica_id: str, **fields: Any) -> m.Member:
     return replace(m.Member(replica_id, f"http://{replica_id.partition(':')[0]}:1", "h:1"), **fields)
-
-
-def test_a_killed_process_is_noticed_by_its_stream(house: Any):
-    """No beat is missed yet: the kernel closes the connection."""
-    one = house(min_replicas=2, heartbeat_timeout_ms=600_000)
-    program = f"""
-import sys; sys.path.insert(0, {str(ROOT)!r})
-from tests.rpc.wire import *
-wire = Wire({one.server.address()!r})
-stream = Stream(wire, "b:1")
-stream.beat()  # the lighthouse knows of it, before the process dies
-wire.pharos(m.Call(m.Member("b:1"))).result(WAIT_S)
-print("in", flush=True)
-stream.next("notice")
-"""
-    child = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE)
-    stream = Stream(one.wire(), "a:1")
-    quorum = quorum_of(one.wire().pharos(m.Call(m.Member("a:1"))))
-    assert child.stdout and child.stdout.readline() == b"in\n"
-    os.kill(child.pid, signal.SIGKILL)
-    assert stream.notice() == m.MemberLost(quorum.quorum_id, ("b:1",), "its connection broke")
-    child.communicate()
-    stream.close()
 
 
 def test_of_beats_a_second_apart_each_third_one_is_answered(house: Any):

@@ -47,7 +47,7 @@ def test_a_lighthouse_that_is_stopped_amid_calls(tmp_path: Path, number: signal.
 
 
 RANKS = f"""
-import os, sys, threading
+import os, queue, sys, threading
 sys.path.insert(0, {str(ROOT)!r})
 from ft.protocol import messages as m
 from ft.rpc.access import Access
@@ -59,9 +59,9 @@ from ft.rpc.lighthouse_link import channel
 how, lighthouse = sys.argv[1:]
 group = GroupServerProcess(Settings("g:1", 2, lighthouse))
 ranks = [GroupClient(group.address, rank) for rank in range(2)]
-ended = threading.Event()
+ended = queue.Queue()
 for rank in ranks:
-    rank.watch(lambda notice: None, lambda why: ended.set(), pid=0)
+    rank.watch(lambda notice: None, ended.put, pid=0)
 asks = [lambda rank=rank: rank.quorum(m.RankCall(rank.group_rank, m.Member("")), 20) for rank in ranks]
 threads = [threading.Thread(target=ask) for ask in asks]
 for thread in threads: thread.start()
@@ -73,7 +73,7 @@ if how == "leave":
 if how == "kill":
     kill = channel(group.address, Access(), aio=False).unary_unary("/torchft.ManagerService/Kill")
     kill(torchft_pb2.KillRequest(msg="drill").SerializeToString(), timeout=20)
-    assert ended.wait(20)
+    assert ended.get(timeout=20) == "killed by request: drill"
 if how == "exit":
     os._exit(0)
 for rank in ranks: rank.close()

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from ft.compat.group import QuorumIds, decode_quorum, encode_member
-from ft.compat.lighthouse import LighthouseServer
 from ft.manager import GroupEnded, Manager
 from ft.protocol import messages as m
 from ft.rpc.access import Access
@@ -45,9 +44,6 @@ def test_a_lighthouse_is_known_by_what_it_answers(peer: Peer):
         assert is_torchft_lighthouse(address, Access())
         rank = Job(address).group("a", steps=1)[0].join()
         assert isinstance(rank.error, ValueError) and 'fault_tolerance.quorum = "on_change"' in str(rank.error)
-    ours = LighthouseServer("127.0.0.1:0", 1)
-    assert not is_torchft_lighthouse(ours.address(), Access())
-    ours.shutdown()
 
 
 def test_what_torchft_has_no_field_for_travels_as_data():

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from datetime import timedelta
 from pathlib import Path
@@ -19,6 +18,7 @@ import ft
 from ft.rpc.clients import GroupServerProcess
 from ft.rpc.group_server import Settings
 from tests.rpc.peer import SOON, Peer, install
+from tests.rpc.test_group_server import together
 from tests.system_packages import Unavailable
 
 LEASE = timedelta(milliseconds=300)
@@ -28,11 +28,6 @@ def our_lighthouse(cleanup: ExitStack, min_replicas: int, **options: int) -> str
     server = ft.LighthouseServer("127.0.0.1:0", min_replicas, **options)
     cleanup.callback(server.shutdown)
     return server.address()
-
-
-def together(*calls: Callable[[], Any]) -> list[Any]:
-    with ThreadPoolExecutor(len(calls)) as threads:
-        return [future.result(60) for future in [threads.submit(call) for call in calls]]
 
 
 def test_a_wheel_that_cannot_be_had_is_said_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -100,21 +95,6 @@ def _members(quorum: Any) -> list[Any]:
 
 
 # ------------------------------------------------------------------------------------------------ groups' servers and their ranks
-
-
-def test_their_groups_and_our_lighthouse(peer: Peer, cleanup: ExitStack):
-    """Two of their ManagerServers, two ranks each: the first step, a group that heals, and where it heals from."""
-    address = our_lighthouse(cleanup, 2)
-    servers = [cleanup.enter_context(peer.group(name, address)) for name in ("a", "b")]
-    first = peer.run(quorum, servers, (0, 0))
-    assert len({answer["quorum_id"] for answer in first}) == 1
-    assert {answer["replica_world_size"] for answer in first} == {2}
-    assert [answer["replica_ids"] for answer in first] == [["a", "b"]] * 4
-    second = peer.run(quorum, servers, (3, 0))
-    assert [answer["heal"] for answer in second] == [False, False, True, True]
-    assert {answer["recover_src_manager_address"] for answer in second[2:]} == {servers[0]}
-    assert {answer["quorum_id"] for answer in second} == {first[0]["quorum_id"]}, "the same members"
-    assert peer.run(metadata, servers[1], 1) == "state of rank 1"
 
 
 def test_their_ranks_and_our_group_server(peer: Peer, cleanup: ExitStack):

@@ -201,7 +201,8 @@ def test_who_hangs_up_first_is_heard():
 
 def test_what_is_no_store_is_told():
     with socket.create_server(("127.0.0.1", 0)) as other:
-        store = StoreClient(f"127.0.0.1:{other.getsockname()[1]}/a", LIMIT_S)
+        address = f"127.0.0.1:{other.getsockname()[1]}/a"
+        store = StoreClient(address, LIMIT_S)
         thread = threading.Thread(target=lambda: other.accept()[0].sendall(b"HTTP/1.1 400 Bad Request\r\n"))
         thread.start()
         with pytest.raises(OSError, match=r"the store at 127.0.0.1:\d+ is not torch's TCPStore"):
@@ -209,13 +210,7 @@ def test_what_is_no_store_is_told():
         thread.join()
         store.close()
     with pytest.raises(OSError, match=r"the store at 127.0.0.1:\d+: .*refused"):
-        StoreClient(f"127.0.0.1:{other_port()}/a", LIMIT_S).connect()
-
-
-def other_port() -> int:
-    """Where nobody listens."""
-    with socket.create_server(("127.0.0.1", 0)) as sock:
-        return int(sock.getsockname()[1])
+        StoreClient(address, LIMIT_S).connect()  # where nobody listens any more
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="glibc's resolver")

@@ -796,15 +796,6 @@ def test_nccl_without_a_device_is_told(kind: type[ProcessGroupNCCL] | type[Proce
     group.shutdown()
 
 
-@linux
-def test_a_group_of_one():
-    store, group = serve(), ProcessGroupGloo()
-    group.configure(f"127.0.0.1:{store.port}/one", 0, 1)
-    group.allreduce([value := torch.full((3,), 2.0)]).wait()
-    assert value.tolist() == [2, 2, 2] and json.dumps(group.rank()) == "0"
-    group.shutdown()
-
-
 def test_a_group_of_a_gpu_is_of_the_device_of_the_thread_that_made_it(monkeypatch: pytest.MonkeyPatch):
     """A generation is formed in another thread, and each thread of CUDA begins with device 0."""
     current, in_force = threading.local(), list[tuple[str, int]]()
