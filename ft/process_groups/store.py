@@ -41,7 +41,7 @@ _INTEGER = struct.Struct("=q")
 
 def parse(address: str) -> tuple[str, int, str]:
     """Splits "host:port/prefix" into host, port and prefix; an IPv6 host is in brackets. Raises ValueError."""
-    found = re.fullmatch(r"(?:\[([0-9a-fA-F:.%\w]+)\]|([^\s:\[\]/]+)):(\d{1,5})(?:/(.*))?", address)
+    found = re.fullmatch(r"(?:\[([\w:.%]+)\]|([^\s:\[\]/]+)):(\d{1,5})(?:/(.*))?", address)
     if not found or not 0 < int(found[3]) < 65536:
         raise ValueError(f"store address {address!r}: must be host:port/prefix, such as 10.0.0.1:29500/job/7/0")
     return found[1] or found[2], int(found[3]), found[4] or ""

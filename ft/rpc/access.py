@@ -149,7 +149,7 @@ class Endpoint:
     @staticmethod
     def parse(text: str, what: str) -> Endpoint:
         """Reads "host:port", "[v6]:port" or "http://host:port". Raises ValueError that names the setting `what`."""
-        found = re.fullmatch(r"(?:https?://)?(?:\[([0-9a-fA-F:.%\w]+)\]|([^\s:\[\]/]+)):(\d{1,5})/?", text)
+        found = re.fullmatch(r"(?:https?://)?(?:\[([\w:.%]+)\]|([^\s:\[\]/]+)):(\d{1,5})/?", text)
         if not found or int(found[3]) > 65535:
             raise ValueError(f"{what} {text}: must be HOST:PORT, such as 0.0.0.0:29510 or [::]:29510")
         return Endpoint(found[1] or found[2], int(found[3]))

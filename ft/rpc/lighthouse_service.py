@@ -74,8 +74,7 @@ class LighthouseService:
         self._refusals: dict[str, str] = {}  # replica_id -> reason of its last refusal
         self._answered: m.Quorum | None = None  # newest quorum that was answered
         self._serialized: dict[str, bytes] = {}  # that quorum as serialised answers, by kind of answer (see _serialize)
-        self._static_quorum = codec.StaticQuorum()  # that of _static_quorum_of
-        self._static_quorum_of: m.Quorum | None = None
+        self._static_quorum = codec.StaticQuorum()  # the static part of that quorum
         self._observer, self._logged_reason, self._logged_id, self._lost_in = observer, "", 0, 0
         self._limits = {"times": codec.to_message(self.config.times), "limits": codec.to_message(self.config.limits)}
         # A group holds back commits after takeover_s / 2 without an answered heartbeat: here four answers in a row may be lost.
@@ -237,20 +236,15 @@ class LighthouseService:
     def _answer(self, effect: m.Answer) -> None:
         if effect.quorum is not self._answered:
             self.issued_at, self._answered, self._serialized = time.time(), effect.quorum, {}
+            self._static_quorum = codec.StaticQuorum.of(effect.quorum, self._static_quorum)
+        # by the static_quorum_id that the caller has; None: a caller of torchft's
+        kinds = {None: "torchft", self._static_quorum.id: "short"}
         for replica_id in effect.replica_ids:
             calls = self._pending.pop(replica_id, [])
             for pending in calls:
-                static_id = pending.static_quorum_id
-                pending.give(self._serialize("torchft" if static_id is None else self._short_or_full(static_id)))
+                pending.give(self._serialize(kinds.get(pending.static_quorum_id, "full")))
             if not calls and replica_id in self.streams:
                 self._send(replica_id, self._serialize("down"))
-
-    def _short_or_full(self, static_quorum_id: str) -> str:
-        if self._static_quorum_of is not self._answered:  # once per quorum, since it compares the fields of all members
-            assert self._answered is not None
-            self._static_quorum = codec.StaticQuorum.of(self._answered, self._static_quorum)
-            self._static_quorum_of = self._answered
-        return "short" if static_quorum_id == self._static_quorum.id else "full"
 
     def _serialize(self, name: str) -> bytes:
         """Returns the newest quorum as an answer, made once for all: "torchft", "full", "short" (no static part), "down" (stream)."""
