@@ -51,7 +51,6 @@ class Feed:
         self.boot = secrets.token_hex(4)  # part of event ids, so that those of a former lighthouse process are invalid
         self.watchers: dict[asyncio.Transport, float] = {}  # watcher -> start of its current write; 0: none
         self.ring: deque[bytes] = deque()  # the newest update last; its number is self._number
-        self._ring_bytes = 0
         self._number = 0
         self.awake = False  # True: updates are made
         self._watched_s = self._published_s = self._sent_s = 0.0  # last tick with watchers, last attempt, last update
@@ -74,7 +73,6 @@ class Feed:
         elif now - self._watched_s > self.linger_s:
             self.awake = False
             self.ring.clear()
-            self._ring_bytes = 0
             return
         groups = len(self.view.sent_rows)
         is_urgent = self.history.changes > self.view.sent_changes  # an event, or a step
@@ -89,11 +87,9 @@ class Feed:
             return
         self._sent_s = now
         self._number += 1
-        update = self._bytes(parts)
-        self.ring.append(update)
-        self._ring_bytes += len(update)
-        while len(self.ring) > self.most_updates or self._ring_bytes > self.most_bytes:
-            self._ring_bytes -= len(self.ring.popleft())
+        self.ring.append(self._bytes(parts))
+        while len(self.ring) > self.most_updates or sum(map(len, self.ring)) > self.most_bytes:
+            self.ring.popleft()
         self._new_update.set()
         self._new_update = asyncio.Event()
 

@@ -148,12 +148,9 @@ class GlooEngine:
 
     def end(self) -> None:
         self._waiters.close()
-        if self._ending is not None:
-            self._has_ended.wait()
+        self._has_ended.wait()
         last_reference, self._native = [self._native], None
-        with self._news:
-            ended = self._news.wait_for(lambda: self._open == 0, self.end_s)
-        while not ended and self._ending is not None:
+        while not self._all_ended():
             if _are_asleep(self._threads | self._waiters.busy):
                 if not self.stranded.acquire(blocking=False):
                     raise MustExit("too many ended gloo groups still have blocked threads")
@@ -161,9 +158,11 @@ class GlooEngine:
                     target=self._drop, args=(last_reference,), name="ft-gloo-stranded", daemon=True
                 ).start()
                 return
-            with self._news:
-                ended = self._news.wait_for(lambda: self._open == 0, self.end_s)
         last_reference.clear()  # joins torch's threads
+
+    def _all_ended(self) -> bool:
+        with self._news:
+            return self._news.wait_for(lambda: self._open == 0, self.end_s)
 
     def _drop(self, last_reference: list[Any]) -> None:
         """Drops the group, which waits until the backstop of its blocked threads."""
@@ -245,7 +244,7 @@ class _Waiters:
     def __init__(self) -> None:
         self._tasks: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()  # at most one task for each free thread
         self._lock = threading.Lock()
-        self._count = self._free = 0  # threads that were started; those without a task
+        self._free = 0  # threads without a task
         self._closed = False
         self.busy: set[int] = set()  # kernel thread IDs
 
@@ -256,9 +255,7 @@ class _Waiters:
                 self._free -= 1
                 self._tasks.put(task)
                 return
-            self._count += 1
-            name = f"ft-gloo-{self._count}"
-        threading.Thread(target=self._run, args=([task],), name=name, daemon=True).start()
+        threading.Thread(target=self._run, args=([task],), name="ft-gloo-wait", daemon=True).start()
 
     def close(self) -> None:
         """Ends each thread, once its work has ended."""

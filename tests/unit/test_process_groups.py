@@ -148,6 +148,7 @@ def test_a_process_that_cannot_see_its_sockets_forms_gloo_without_their_addresse
     assert isinstance(engine, GlooEngine) and not engine.local
     engine.start(Operation("allreduce", ([torch.ones(1)],)), lambda error, source: ended.put(error))
     assert ended.get(timeout=60) is None
+    engine.interrupt()
     engine.end()
 
 
