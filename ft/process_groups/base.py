@@ -216,16 +216,15 @@ class GroupWork(dist.Work):
         self._error: Exception | None = None
         self._source = -1
 
-    def end(self, error: Exception | None, source: int = -1) -> bool:
-        """Ends the work. Returns False if it had ended before."""
+    def end(self, error: Exception | None, source: int = -1) -> None:
+        """Ends the work, unless it has ended before."""
         if not self._claim.acquire(blocking=False):
-            return False
+            return
         self._error, self._source = error, source
         if error is None:
             self._future.set_result(self._outputs)
         else:
             self._future.set_exception(error)
-        return True
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         """Returns True when the work has succeeded; raises its ProcessGroupError if it has failed. After `timeout` (0: none but the

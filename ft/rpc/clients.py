@@ -93,9 +93,6 @@ class GroupServerProcess:
             raise ChildProcessError(f"the group server {why}; its output is on stderr")
         self.address = str(json.loads(line)["address"])
 
-    def alive(self) -> bool:
-        return self._process.poll() is None
-
     def close(self) -> None:
         """Ends the server. The group's ranks must have left, or be gone. May be called twice."""
         assert self._process.stdin and self._process.stdout

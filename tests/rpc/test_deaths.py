@@ -70,7 +70,7 @@ def test_a_trainer_that_is_stopped_counts_as_silent():
         assert not Process(trainer.pid).is_stopped()
         os.kill(trainer.pid, signal.SIGSTOP)
         assert heard.wait(WAIT_S) and told == [m.MemberLost(first, ("b:1",), "silent for 4 s")]
-        assert Process(trainer.pid).is_stopped() and groups[1].alive()
+        assert Process(trainer.pid).is_stopped()
         os.kill(trainer.pid, signal.SIGCONT)
         assert trainer.stdout.readline() == "heard\n", "that its generation is over"
         parts = _quorum(*ranks, known=first, failed=True)
