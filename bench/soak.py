@@ -40,7 +40,7 @@ KINDS = {"cut": 20, "evict": 3, "leave": 1}  # relative frequencies of the other
 PRELOAD = ("ft.manager", "ft.process_groups.gloo", "training.checkpoint")
 SAMPLE = 100  # changes between counts
 SETTLE_S = 0.5  # before a count, for connections to be closed by the other end
-ENDS = ("ft-gloo-", "ft-reaper-")  # threads of process groups that have been shut down
+ENDS = ("ft-gloo-", "ft-reaper")  # threads of process groups that have been shut down
 SUM_S = 6.0  # timeout of an all-reduce, and lifetime of a thread that gloo leaves behind
 # Of the C library and of torch, for all processes. Threads fragment malloc arenas, of which there may be 16. The flight recorder
 # (comm.trace_buf_size of train.py) keeps the status of every process group.
