@@ -81,8 +81,8 @@ TrainerEffect = m.Compute | m.LaunchRemaining | m.CommitStep  # the trainer comp
 
 @dataclass(frozen=True)
 class ManagerOptions(StepConfig):
-    """Settings of a Manager and its machine; group_rank, every_step and heal_grace_s are taken from its ReplicaGroupConfig instead,
-    restores from its `restore`, and fingerprint from its `fingerprint` and the layout of its gradients."""
+    """Settings of a Manager and its machine; group_rank, every_step and heal_grace_s are taken from its ReplicaGroupConfig instead, and
+    restores from its `restore`."""
 
     init_sync: bool = True
     slot_size: int = 1  # sequences of a slot, the batch of one group

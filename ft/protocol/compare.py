@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from functools import lru_cache
 
 DIGEST_WORDS = 2  # 48 bits in all: shards that differ have equal digests once in 3e14 comparisons
 
@@ -28,7 +27,6 @@ def member_digest(digests: Sequence[float], rank: int) -> Digest:
     return tuple(digests[DIGEST_WORDS * rank : DIGEST_WORDS * (rank + 1)]) or NONE
 
 
-@lru_cache(64)  # a process that drives several ranks makes the same call for each
 def find_divergent(digests: tuple[float, ...], members: tuple[str, ...]) -> tuple[str, ...]:
     """Returns the members whose digest is not the majority's; all members where digests differ without a majority; none where all are
     equal. The majority's digest is that of more than half of the witnesses; if only one is a witness, of more than half of the members."""

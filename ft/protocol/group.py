@@ -137,11 +137,6 @@ class GroupMachine:
         return m.Out(tuple(self._out), self.reason)
 
     @property
-    def is_idle(self) -> bool:
-        """True when no rank waits: a tick changes nothing."""
-        return (self._joining_since_s, self._pending_commit, self._calling, self._sums_since_s) == (None,) * 4
-
-    @property
     def absent(self) -> list[int]:
         """Returns the ranks that have not requested a quorum, while others wait for them."""
         joining = self._calling is None and self.waiting

@@ -22,10 +22,8 @@ Design choices:
 - A group that cannot use its gradients asks for a retry in the tail of the first attempt, and in that of the retry writes UNABLE for each
   of its slots, so every ledger counts the failure, also that of a newly healed group. It has one gradient sum for all its slots: if one
   slot gives NaN or Inf, all are marked. A slot without a valid token beside usable ones is UNABLE at once, and alone.
-- With slots_per_step the slots of a group that died are assigned to the others in the same step, which compute only the added slots.
-- The slots of a step are assigned at the commit before it, or, if that commit's tail announced a change, when the quorum in between is
-  answered. So the holders of a state have the same assignment; if not (one has loaded that state from a checkpoint), all drop theirs and
-  make a new one.
+- Slots are assigned when a quorum is answered only if the tail of the last commit announced a change, else at that commit. So the holders
+  of a state have the same assignment; if not (one has loaded that state from a checkpoint), all drop theirs and make a new one.
 - Of the tail only the token counts enter commit_id: they are integers, exact in fp32 up to 2**24 per slot, and beyond that rounded
   equally in all groups. The last bits of the loss depend on its place in the bucket, which differs between the ranks of a group.
 - A step whose number is a multiple of digest_interval compares the weights before its update. So the weights of a checkpoint of that step
@@ -89,7 +87,6 @@ class StepConfig:
     digest_interval: int = 0  # steps from one comparison of weights to the next; 0: no comparison
     leave_if_divergent: bool = False  # True: a group whose weights are not the majority's leaves; False: it heals
     restores: bool = False  # True: it has no state at first: it heals, or all groups are told to load a checkpoint
-    fingerprint: tuple[tuple[str, str], ...] = ()
 
 
 class Ledger:
@@ -156,16 +153,15 @@ class Ledger:
         reassigned = dict(self.assignment)
         for slot, owner in self.assignment.items():
             if incarnation_of(owner) not in present:
-                reassigned[slot] = new_owner = min(
-                    participants, key=lambda replica_id: owned[incarnation_of(replica_id)]
-                )
+                reassigned[slot] = new_owner = min(participants, key=lambda i: owned[incarnation_of(i)])
                 owned[incarnation_of(new_owner)] += 1
         self.assignment = reassigned
 
     @property
     def assignment_id(self) -> str:
         """Hash of the open assignment; empty if there is none. With equal ledgers, equal ids mean equal assignments."""
-        return _assignment_id(tuple(self.assignment), tuple(self.assignment.values())) if self.assignment else ""
+        text = "/".join(f"{slot} {replica_id}" for slot, replica_id in self.assignment.items())
+        return hashlib.sha256(text.encode()).hexdigest()[:16] if self.assignment else ""
 
     def drop(self) -> None:
         """Drops the open assignment: its slots count as never assigned."""
@@ -261,12 +257,6 @@ def _rewinds_in(state: dict[str, Any]) -> list[Rewound]:
         Rewound(int(step), int(spiked), str(reason), tuple((int(first), int(end)) for first, end in skipped))
         for step, spiked, reason, skipped in state.get("rewinds", ())
     ]
-
-
-@lru_cache(64)  # a process that drives several ranks makes the same call for each
-def _assignment_id(slots: tuple[int, ...], owners: tuple[str, ...]) -> str:
-    text = "/".join(f"{slot} {replica_id}" for slot, replica_id in zip(slots, owners, strict=True))
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 class Phase(Enum):
@@ -482,17 +472,9 @@ class StepMachine:
             init_sync=self.config.init_sync,
         )
         self._call_number += 1
-        call = m.RankCall(
-            self.config.group_rank,
-            member,
-            "",
-            known,
-            self._failed,
-            fingerprint=self.config.fingerprint,
-            number=self._call_number,
-        )
         # The Manager sets checkpoint_metadata, fingerprint and blame, and of the member shrink_only, commit_failures, writes_checkpoint and
         # reconfigure_handles.
+        call = m.RankCall(self.config.group_rank, member, known=known, failed=self._failed, number=self._call_number)
         self._out.append(m.AskQuorum(call))
 
     def _on_quorum(self, quorum: QuorumResult, now_s: float) -> None:
@@ -944,7 +926,7 @@ class StepMachine:
         self._out.append(m.Stop(why, slots, clean=not self._failed))  # not failed: no other group waits for this one
 
 
-@lru_cache(64)  # a process that drives several ranks makes the same call for each
+@lru_cache(64)  # called at each commit, mostly with the same arguments
 def _ranks_of(owners: tuple[str, ...], members: tuple[str, ...]) -> tuple[int, ...]:
     """Returns the replica ranks of the members of these incarnations."""
     incarnations = set(map(incarnation_of, owners))

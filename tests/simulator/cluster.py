@@ -134,7 +134,6 @@ class Cluster:
     setting: Setting
     machines: Machines = field(default_factory=Machines)
     trace: Callable[[str], None] | None = None
-    skips_idle_ticks: bool = True  # ticks of groups in which no rank waits change nothing
 
     def __post_init__(self) -> None:
         setting = self.setting
@@ -342,6 +341,3 @@ def brief(words: Any) -> str:
         if value not in ("", (), None, False, 0):
             shown.append(f"{name}={value}")
     return f"{type(words).__name__}({', '.join(shown)})"
-
-
-__all__ = ["Cluster", "Machines", "Setting", "replace", "setting"]

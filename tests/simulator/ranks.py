@@ -228,7 +228,8 @@ class RankNode:
         call = effect.call
         if self.cluster.name_of(self.group).shrink:
             call = replace(call, member=replace(call.member, shrink_only=True))
-        self._ask(replace(call, blame=self.prober.unreachable), self._asked)
+        fingerprint = (("layout", self.group.fingerprint or "ours"),)
+        self._ask(replace(call, blame=self.prober.unreachable, fingerprint=fingerprint), self._asked)
 
     def _ask(self, call: m.RankCall, number: int) -> None:
         def answered(reply: Any) -> None:

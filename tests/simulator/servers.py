@@ -277,9 +277,8 @@ class GroupNode:
         self._stream: End | None = None
         self._stream_id = ""
         self._asked = 0
-        self._waiting: dict[
-            tuple[int, m.VoteKey | None], list[Call]
-        ] = {}  # (group_rank, vote_key, or None for a quorum)
+        # by (group_rank, vote_key), or (group_rank, None) for a quorum
+        self._waiting: dict[tuple[int, m.VoteKey | None], list[Call]] = {}
         self._newest: tuple[int, m.VoteKey | None] = (0, None)
         self._rank_streams: dict[int, End] = {}
         self.inside = Inside(self.world, world_size)
@@ -288,12 +287,7 @@ class GroupNode:
         self.agreed: dict[m.VoteKey, tuple[bool, bool]] = {}  # the same of all, of the newest two
         self.told: dict[m.VoteKey, bool] = {}  # rank 0: the server says yes
         self.able = True  # to use what it has computed
-        steps = [
-            StepConfig(
-                group_rank=rank, restores=True, fingerprint=(("layout", fingerprint or "ours"),), **cluster.setting.step
-            )
-            for rank in range(world_size)
-        ]
+        steps = [StepConfig(group_rank=rank, restores=True, **cluster.setting.step) for rank in range(world_size)]
         self.ranks = [RankNode(self, rank, config) for rank, config in enumerate(steps)]
         self._do: dict[type[m.Effect], Callable[[Any], None]] = {
             m.CallLighthouse: self._call_lighthouse,
@@ -337,8 +331,7 @@ class GroupNode:
                 if awaited == (since_s is not None) or self._awaits_s is not None:
                     self.feed(m.ReductionAwaited(awaited and since_s is not None))
             self._awaits_s = since_s
-        if not (self.machine.is_idle and self.cluster.skips_idle_ticks):
-            self.feed(m.Tick())
+        self.feed(m.Tick())
         self.world.after(0.5, self.process, self._tick)
 
     # -- ranks ------------------------------------------------------------------------------------------------------
