@@ -22,7 +22,7 @@ from typing import Any
 import grpc
 
 from ft.protocol import messages as m
-from ft.protocol.group import GroupConfig, replica_rank
+from ft.protocol.group import GroupConfig
 from ft.protocol.rules import reference_state, validate_request
 from ft.rpc import codec
 from ft.rpc.access import Access
@@ -175,8 +175,8 @@ def torchft_reply(quorum: m.Quorum, replica_id: str, group_rank: int, *, init_sy
     """Returns the ManagerQuorumResponse for a rank of torchft's Manager. Only steps decide which group heals, as it has no commit IDs.
 
     Unlike in torchft, *whether* a group heals is the same for all its ranks (at the first step of torchft half of a group's ranks may
-    heal). A rank's source rotates by group_rank. Raises KeyError if `replica_id` is not in the quorum."""
-    me, members = replica_rank(quorum, replica_id), quorum.members
+    heal). A rank's source rotates by group_rank."""
+    me, members = quorum.ids.index(replica_id), quorum.members
     max_step = max(member.step for member in members)
     newest = [rank for rank, member in enumerate(members) if member.step == max_step]
     sources = newest[:1] if init_sync and max_step == 0 else newest

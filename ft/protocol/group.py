@@ -69,11 +69,10 @@ class GroupMachine:
         self._number = 0  # number of the newest request to the lighthouse
         self._tries = 0
         self._lighthouse_says = ""  # reason of this group's wait, as the lighthouse reports it
-        # Requests that were answered last: with self.quorum, unless _restore_step or _released is set.
-        self._answered_calls: dict[int, RankCall] = {}
-        self._restore_step: int | None = None  # not None: the answer was to load a checkpoint, of this settled step
-        self._released = False  # True: the answer was Released
-        self._answered_as = ""  # this group's id in that answer
+        self._answered_calls: dict[int, RankCall] = {}  # requests that were answered last
+        self._answer: m.RestoreRequired | m.Released | None = None  # to these; None: with self.quorum
+        self._answered_as = ""  # this group's id in self.quorum
+        self._released = False  # True: asked to leave while it waited; the next requests are answered with Released
         self._votes: dict[VoteKey, dict[int, Vote]] = {}  # votes without an outcome, by rank
         self._outcomes: OrderedDict[VoteKey, Outcome] = OrderedDict()
         self._decided = 0, 0  # step and attempt of the newest outcome in this generation
@@ -126,7 +125,7 @@ class GroupMachine:
                 else:
                     self._fail_waiting("UNAVAILABLE", f"the lighthouse did not answer in {self._tries} tries: {why}")
             case m.LighthouseRequiresRestore(settled) if self._calling:
-                self._answer_all(settled)
+                self._answer_ranks(m.RestoreRequired(settled))
                 self.reason = f"a checkpoint has to be loaded: step {m.describe_step(settled)} was settled"
             case m.LighthouseWaits(reason) if self._calling:
                 self._lighthouse_says = self.reason = reason
@@ -156,7 +155,7 @@ class GroupMachine:
         self.checkpoint_metadata[rank] = event.checkpoint_metadata
         if self._answered_calls.get(rank) == event:
             self.reason = f"rank {rank} repeated its request: its answer got lost"
-            self._answer(rank)
+            self._answer_rank(rank)
             return
         self.waiting[rank] = event
         if self._calling:
@@ -231,33 +230,28 @@ class GroupMachine:
             self._notices, self._votes, self._decided = [], {}, (0, 0)
         self._notices = [n for n in self._notices if not isinstance(n, m.ChangeAnnounced)]
         self.quorum, self._answered_as, self._healed = quorum, self.replica_id, False
-        self._answered_at_s = max(
-            self._answered_at_s, self._called_at_s
-        )  # the lighthouse has answered the request sent then
-        self._answer_all(None)
+        self._answered_at_s = max(self._answered_at_s, self._called_at_s)  # it has answered the request sent then
+        self._answer_ranks(None)
         early, self._early = [n for n in self._early if n.quorum_id == quorum.quorum_id], []
         for notice in early:
             self._notify_ranks(notice)
         self.reason = f"quorum {quorum.quorum_id} of {len(quorum.members)} groups"
 
-    def _answer_all(self, restores: int | None) -> None:
+    def _answer_ranks(self, answer: m.RestoreRequired | m.Released | None) -> None:
         """Answers all ranks whose requests were joined; a rank that is between two tries gets the answer when it repeats its request."""
-        self._answered_calls, self._restore_step = self._joined_calls, restores
+        self._answered_calls, self._answer = self._joined_calls, answer
         self._clear_calls()
         for rank in sorted(self._answered_calls):
-            self._answer(rank)
+            self._answer_rank(rank)
 
-    def _answer(self, rank: int) -> None:
-        quorum = self.quorum
-        if self._released:
-            self._out.append(m.AnswerRank(rank, m.Released()))
-        elif self._restore_step is not None:
-            self._out.append(m.AnswerRank(rank, m.RestoreRequired(self._restore_step)))
-        elif quorum:
+    def _answer_rank(self, rank: int) -> None:
+        answer: QuorumResult | m.RestoreRequired | m.Released | None = self._answer
+        if answer is None:
+            quorum, most = self.quorum, self.config.max_active_groups
+            assert quorum is not None
             same = all(c.known == quorum.quorum_id and not c.failed for c in self._answered_calls.values())
-            most = self.config.max_active_groups
-            result = plan(quorum, self._answered_as, rank, max_active_groups=most, same_generation=same)
-            self._out.append(m.AnswerRank(rank, result))
+            answer = plan(quorum, self._answered_as, rank, max_active_groups=most, same_generation=same)
+        self._out.append(m.AnswerRank(rank, answer))
 
     def _refused(self, code: Literal["ALREADY_EXISTS", "INVALID_ARGUMENT"], reason: str) -> None:
         """Fails the requests of a newcomer, since the user has to correct its settings. A former member has a state and tries again, since
@@ -420,7 +414,7 @@ class GroupMachine:
         return f"the lighthouse last answered {now_s - self._answered_at_s:.0f} s ago"
 
     def _release_ranks(self) -> None:
-        self._answer_all(None)
+        self._answer_ranks(m.Released())
         self.reason = "asked to leave while it waited: all ranks are released"
 
     def _on_tick(self, now_s: float) -> None:
@@ -480,8 +474,8 @@ def plan(
 ) -> QuorumResult:
     """Returns the QuorumResult of one rank of a Pharos member. `max_active_groups`: most groups that are assigned slots; the others are
     spares, which contribute zeros. Only store_address (to spread the load) and `handles` depend on group_rank, so all ranks of a group heal
-    from the same groups, or none does. Raises KeyError if `replica_id` is not in the quorum."""
-    me, members = replica_rank(quorum, replica_id), quorum.members
+    from the same groups, or none does."""
+    me, members = quorum.ids.index(replica_id), quorum.members
     holders = [members[rank] for rank in quorum.holders]
     sources_of = recover_src_replica_ranks(quorum)
     return QuorumResult(
@@ -503,11 +497,3 @@ def plan(
             for x in members
         ),
     )
-
-
-def replica_rank(quorum: Quorum, replica_id: str) -> int:
-    """Returns the index in the quorum. Raises KeyError if the id is not in it."""
-    for rank, member in enumerate(quorum.members):
-        if member.replica_id == replica_id:
-            return rank
-    raise KeyError(f"{replica_id} is not in quorum {quorum.quorum_id}")

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
-
 from ft.protocol.group import plan
 from ft.protocol.messages import VOID, Member, Quorum
 from ft.protocol.rules import reference_state
@@ -18,11 +16,6 @@ def quorum(*steps: int, quorum_id: int = 1, **fields: Any) -> Quorum:
         for name, step in zip("abcdefghij", steps, strict=False)
     )
     return Quorum(quorum_id, members, reference_state(members) or (0, 0, ""), "job")
-
-
-def test_a_group_not_in_the_quorum():
-    with pytest.raises(KeyError, match="z:1 is not in quorum 1"):
-        plan(quorum(0, 0), "z:1", 0)
 
 
 def test_healing_is_a_role_of_a_group_and_the_store_is_spread():
