@@ -651,13 +651,11 @@ class Manager:
             self.process_group.interrupt(why, quorum.quorum_id)
 
     def _begin_attempt(self, attempt: AttemptId, *, contributes: bool = True) -> None:
+        """Begins an attempt. An earlier one on this generation, if any, is complete and not committed."""
         assert self.quorum is not None
-        if self._attempt_id != attempt:  # an earlier one on this generation, if any, is complete and not committed
-            count = len(self.quorum.participants)
-            self.gradients.begin_attempt(
-                self.process_group, count, contributes=contributes, step=attempt[2] % STEPS_PER_BRANCH
-            )
-            self._attempt_id = attempt
+        count, step = len(self.quorum.participants), attempt[2] % STEPS_PER_BRANCH
+        self.gradients.begin_attempt(self.process_group, count, contributes=contributes, step=step)
+        self._attempt_id = attempt
 
     def _launch_when_healed(self, effect: m.LaunchRemaining) -> m.Event | None:
         """Launches the tail at once if it goes with gradients, belongs to an attempt that was begun, or repeats what a body has sent, to
@@ -684,9 +682,8 @@ class Manager:
         self._launched += 1
         try:
             tail = effect.tail
-            if (
-                at := effect.digest_at
-            ):  # place of the digest of this rank's weights and buffers, which groups compare in this step
+            # place of the digest of this rank's weights and buffers, which groups compare in this step
+            if at := effect.digest_at:
                 values = as_sent(digest(compared(self._parts)), copied=effect.copied)
                 tail = (*tail[:at], *values, *tail[at + len(values) :])
             self.gradients.launch_remaining(tail, zeros=effect.zeros)

@@ -155,7 +155,7 @@ class LighthouseMachine:
             retried, peer.number = 0 < event.number == peer.answered, event.number
             self._last_id = max(self._last_id, event.known, member.commit_quorum_id)
             if record and record.repeats(event, retried=retried):
-                if member.continues_as(record.members[replica_id]):
+                if member.continues_as(record.quorum.members[record.quorum.ids.index(replica_id)]):
                     self._out.append(m.Answer((replica_id,), record.quorum))
                     return
                 record.fail(f"{replica_id} changed its state or its slots after the quorum was issued", replica_id)

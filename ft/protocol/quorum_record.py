@@ -32,7 +32,6 @@ class QuorumRecord:
         self.failed = False  # True: a member has reported that the generation failed
         self.lost: list[str] = []
         self._roster, self._times, self._notify = roster, timeouts, notify
-        self.members = {member.replica_id: member for member in quorum.members}  # with the states of their requests
         self._renewed = False  # True: it was issued again under the same id
         self._lost_why = ""
         self._change = ""  # reason of the announced change; empty: none is announced
@@ -48,7 +47,6 @@ class QuorumRecord:
     def renew(self, quorum: Quorum) -> None:
         """Continues under the same id with the same members, all of which have requested a quorum."""
         self.quorum, self._renewed, self._change = quorum, True, ""
-        self.members = {member.replica_id: member for member in quorum.members}
         self._waiting.clear()
         self._waited.clear()
 
