@@ -132,11 +132,8 @@ class Healer:
                     return self._on_event(m.HealEnded(quorum.quorum_id, ok=False, reason=str(error)))
             if cancelled.wait(AGAIN_S):
                 return self._on_event(m.HealEnded(quorum.quorum_id, ok=False, reason="the heal was cancelled"))
-        log.info(
-            "healed from %s in %.2f s",
-            " and ".join([source.replica_id for source in chosen]),
-            time.monotonic() - began_s,
-        )
+        names = " and ".join([source.replica_id for source in chosen])
+        log.info("healed from %s in %.2f s", names, time.monotonic() - began_s)
         self.received_bytes += into.manifest.total_bytes
         self._arrived = values
         self._on_event(m.HealEnded(quorum.quorum_id, ok=True, state=values[MACHINE]))

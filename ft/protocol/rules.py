@@ -43,12 +43,8 @@ def decide(roster: Roster, now_s: float, *, settled: int, min_replicas: int, joi
     """Returns the members of the next quorum, or the reason why there is none yet. `settled`: the job continues from no state below this
     step, unless it was restored on purpose. A shrink (shrink_only) limits the quorum to previous members. With torchft's members,
     min_replicas counts all candidates, also those that the shrink excludes; with Pharos members, a shrink that leaves fewer is ignored."""
-    is_pharos, candidates, present, healthy = (
-        roster.kind == "pharos",
-        roster.candidates,
-        roster.present,
-        roster.healthy_count(),
-    )
+    is_pharos, candidates, present = roster.kind == "pharos", roster.candidates, roster.present
+    healthy = roster.healthy_count()
     shrink = bool(roster.shrinkers and roster.previous)
     # it must neither leave too few groups nor exclude all holders, which may have returned under new ids
     if shrink and is_pharos:
@@ -58,10 +54,8 @@ def decide(roster: Roster, now_s: float, *, settled: int, min_replicas: int, joi
     all_previous_requested = bool(present) and not roster.missing
     requests = f"{len(candidates)} of {healthy} healthy groups have requested a quorum"
     if count == 0:
-        alone = shrink and bool(candidates)
-        return Decision(
-            reason=requests + "; they request a shrink, but no previous member has requested a quorum" * alone
-        )
+        vain = "; they request a shrink, but no previous member has requested a quorum"
+        return Decision(reason=requests + vain if shrink and candidates else requests)
     if count < min_replicas:
         return Decision(reason=f"{requests}; {count} would take part, min_replicas is {min_replicas}")
     if not all_previous_requested and 2 * len(candidates) <= healthy:

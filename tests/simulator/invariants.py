@@ -82,9 +82,8 @@ class Truth:
         self._base: dict[tuple[str, int, int], str] = {}
         self._next: dict[tuple[str, int, int], str] = {}  # ... and that they come to
         self._votes: dict[tuple[str, m.VoteKey], dict[int, str]] = {}  # (group, vote_key) -> what each rank has said
-        self._assignments: dict[
-            tuple[Any, ...], tuple[str, int]
-        ] = {}  # of each group in each quorum: the assignment, and the step
+        # of each group in each quorum: the assignment, and the step
+        self._assignments: dict[tuple[Any, ...], tuple[str, int]] = {}
         self._trained: dict[int, list[Committed]] = {}  # slot -> the commits it is in
         self._audited: set[str] = set()  # ledgers, with the history that they belong to: most are alike
 

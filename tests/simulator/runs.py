@@ -36,10 +36,8 @@ WAITS = (
 )
 # Ways from one phase of a step to another.
 STEPS = {
-    "BOUNDARY": (
-        "ASKING",
-        "COMPUTING",
-    ),  # not AWAITING_STATE: a group that heals continues from its vote, and begins no step
+    # not AWAITING_STATE: a group that heals continues from its vote, and begins no step
+    "BOUNDARY": ("ASKING", "COMPUTING"),
     "ASKING": ("CONFIGURING",),
     "CONFIGURING": ("CONFIRMING",),
     "CONFIRMING": ("COMPUTING", "ASKING", "CLOSING_HEAL"),
