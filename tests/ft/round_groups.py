@@ -15,7 +15,7 @@ from ft.config import Schedule
 from ft.manager import Manager, ManagerOptions
 from ft.process_groups.gloo import ProcessGroupGloo
 from ft.protocol import messages as m
-from ft.seam import Commit, from_checkpoint
+from ft.seam import from_checkpoint
 from ft.semi_sync import split
 from ft.semi_sync_manager import FragmentGradients, SemiSyncManager
 from tests.ft.groups import GroupsOfJob, Trained, group_config, run_job
@@ -115,10 +115,10 @@ class Group(Trained):
             self.at(self)
             self.round()
 
-    def round(self) -> Commit | None:
+    def round(self) -> None:
         assignment = self.rounds.begin_step(until=self.rounds_to_do * self.schedule.inner_steps)
         if assignment.step >= self.rounds_to_do * self.schedule.inner_steps:
-            return None
+            return
         if assignment.slots:
             self.computed.append((assignment.step // self.schedule.inner_steps, assignment.slots[0]))
         finite = True
@@ -138,7 +138,6 @@ class Group(Trained):
             self.history[self.manager.step] = Round(
                 commit.slots, commit.holes, self._copies(outer=True), self._copies(outer=False)
             )
-        return commit
 
     def _copies(self, *, outer: bool) -> list[Tensor]:
         if outer:
