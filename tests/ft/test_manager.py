@@ -46,15 +46,6 @@ def test_three_groups_train_as_one(kind: type[ProcessGroup]):
     assert len(hooks) > 0 and not any(hooks)
 
 
-def test_initial_states_that_differ_become_one():
-    with job(min_replicas=3) as made:
-        # Until all have given something to the same five steps: one that heals late is not to wait for others that are done.
-        ranks = [made.group(name, steps=5, together=3, options={"init_sync": True})[0] for name in "abc"]
-        finish(*ranks)
-        assert sum(bool(rank.seen_of(m.LoadState)) for rank in ranks) == 2
-        assert ranks[0].commits[0][2] == (0,), "who heals gives nothing"
-
-
 @pytest.mark.parametrize("case", ["formed", "failed", "reassigned", "restored"])
 def test_a_process_group_forms_while_a_survivor_computes(case: str):
     """A joiner costs the others no wait before the forward: the process group of two is formed only once "a" has computed. Where that fails

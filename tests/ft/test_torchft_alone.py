@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
@@ -33,12 +32,6 @@ def alone(lighthouse: LighthouseServer, request: pytest.FixtureRequest) -> Itera
     group.train()  # of no step
     yield group
     group.manager.shutdown()
-
-
-def step(group: Group) -> None:
-    group.optimizer.zero_grad()
-    group.backward()
-    group.optimizer.step()
 
 
 def test_gradients_add_up_in_no_sync(alone: Group):
@@ -115,12 +108,6 @@ def test_a_step_that_holds_and_was_not_taken_is_counted(alone: Group, caplog: py
     alone.optimizer.zero_grad()
     assert "step 1 is committed, but should_commit was not called" in caplog.text
     assert alone.manager.current_step() == 1
-
-
-def test_the_state_of_a_checkpoint_is_json(alone: Group):
-    step(alone)
-    state = alone.manager.state_dict()
-    assert (state["step"], state["batches_committed"]) == (1, 1) and json.loads(json.dumps(state)) == state
 
 
 def test_a_work_that_is_late_is_told():

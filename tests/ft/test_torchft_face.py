@@ -68,26 +68,6 @@ def test_a_death_costs_the_others_no_step_and_no_body():
             assert moves(group)[died_at[0]] == mean(A, B) and died_at[0] not in c.weights
 
 
-def test_a_newcomer_takes_the_state_and_gives_from_then_on():
-    reached = threading.Event()
-
-    def follows(group: Group) -> None:
-        if group.name == "a" and group.manager.current_step() == 4:
-            reached.set()
-        if group.name == "b" and group.manager.is_participating():
-            a.steps = b.steps = min(b.steps, group.manager.current_step() + 3)
-        group.backward()
-
-    with job() as made:
-        a = made.group("a", A, FOR_EVER, body=follows)
-        assert reached.wait(LIMIT_S)
-        b = made.group("b", B, FOR_EVER, body=follows, initial=-7.0)
-        made.join()
-        assert a.refused == b.refused == []
-        assert min(b.weights) > 4 and b.bodies[0] == min(b.weights), "no body on a state that is half there"
-        assert moves(a)[a.steps] == moves(b)[a.steps] == mean(A, B)
-
-
 def test_a_group_waits_for_its_state_and_the_others_for_the_group():
     """The state begins to arrive when the others are in their bodies."""
     computing = threading.Event()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,9 +14,7 @@ import torch
 from torch.futures import Future
 
 from ft import Manager
-from ft.seam import GroupEnded, Stopped
-from tests.ft.groups import Rank, finish
-from tests.ft.groups import job as driver_job
+from ft.seam import Stopped
 from tests.ft.torchft_groups import LIMIT_S, Group, fetch_late, job, manager_of, moves
 
 A, B = 4.0, 16.0
@@ -159,7 +158,9 @@ def test_a_checkpoint_of_torchft_is_taken_up():
         assert (manager.current_step(), manager.batches_committed()) == (1234, 2345)
         manager.start_quorum()
         assert manager.should_commit()
-        assert {"step": 1235, "batches_committed": 2346}.items() <= manager.state_dict().items()
+        state = manager.state_dict()
+        assert {"step": 1235, "batches_committed": 2346}.items() <= state.items()
+        assert json.loads(json.dumps(state)) == state
 
 
 # ------------------------------------------------------------------------------------------------ several groups
@@ -202,6 +203,7 @@ def newcomer(at: Callable[[Group], None], body: Callable[[Group], None]) -> Iter
         b = made.group("b", B, FOR_EVER, at=before, body=both, initial=9.0)
         made.join()
         assert a.refused == b.refused == [] and moves(a)[a.steps] == moves(b)[b.steps] == (A + B) / 2
+        assert b.bodies[0] == min(b.weights) > 2, "no body on a state that is half there"
         yield a, b
 
 
@@ -239,31 +241,3 @@ def test_the_state_may_change_once_reading_is_disallowed():
 
     with newcomer(at, body) as (_, b):
         assert got == [b.bodies[0] - 1], "the step that it healed to, not the one in whose body it came"
-
-
-def test_a_group_of_two_ranks_comes_back():
-    """Both of its ranks end; a new one of the same name heals, rank from rank."""
-    there, again = threading.Event(), list[Rank]()
-
-    def dies(rank: Rank, step: int) -> None:
-        if len(rank.together_commits) == 3 and rank.group_rank == 0:
-            rank.kill()
-
-    def waits(rank: Rank, step: int) -> None:
-        if rank.group_rank == 0 and not again and rank.together_commits and rank.commits[-1][1] == 1:
-            again.extend(made.group("b", size=2, steps=10, together=2, at=comes_back))
-            assert there.wait(LIMIT_S)
-
-    def comes_back(rank: Rank, step: int) -> None:
-        there.set()
-        if rank.group_rank == 0 and rank.until is not None:  # now the others know how long they are to go on
-            for other in a:
-                other.steps = rank.until + 10 - other.together_commits[0]
-
-    with driver_job(min_replicas=1) as made:
-        a = made.group("a", size=2, steps=10**6, together=2, at=waits)
-        b = made.group("b", size=2, steps=60, together=2, at=dies)
-        for rank in b:
-            assert isinstance(rank.join().error, GroupEnded)
-        finish(*a, *again)
-        assert len(again) == 2 and all(len(rank.together_commits) == 10 for rank in again)
