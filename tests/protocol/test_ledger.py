@@ -12,12 +12,6 @@ from ft.protocol.messages import UNABLE
 from ft.protocol.step import Ledger
 
 
-def test_slots_are_dealt_in_the_order_of_the_groups():
-    ledger = Ledger(slot_size=8)
-    assert ledger.assign(("a", "b", "c")) == {0: "a", 8: "b", 16: "c"}
-    assert ledger.position == 0  # nothing is taken before the commit
-
-
 def test_a_retry_keeps_the_deal_and_the_dead_groups_slot_becomes_a_hole():
     ledger = Ledger(8)
     ledger.assign(("a", "b", "c"))
