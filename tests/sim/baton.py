@@ -53,7 +53,6 @@ class Task:
         self.baton = threading.Semaphore(0)
         self.turn = 0  # counts its waits, so that what was to wake it from an earlier one does not
         self.done = False
-        self.waits_for: list[Condition] = []
 
 
 class Baton:

@@ -111,24 +111,6 @@ def test_a_rank_that_asks_for_a_quorum_and_one_in_a_collective_wait_for_ever():
     ranks.check()
 
 
-@pytest.mark.parametrize("wait", [("sums", (1, 0, 0)), ("rendezvous", 1), ("a core", "")])
-def test_what_others_or_the_network_end_is_no_fault(wait: tuple[str, Any]):
-    ranks = Ranks(2)
-    ranks.enters(0, "update", 1)
-    ranks.at(1, *wait)
-    ranks.check()
-
-
-@pytest.mark.parametrize("state", ["stopped", "dead"])
-def test_a_rank_that_is_stopped_or_dead_is_anothers_affair(state: str):
-    ranks = Ranks(2)
-    ranks.enters(0, "update", 1)
-    ranks.votes_on(1, "yes")
-    process = ranks.group.ranks[0].process
-    process.stopped, process.alive = state == "stopped", state != "dead"
-    ranks.check()
-
-
 def test_a_vote_aside_leaves_the_trainer_to_the_others():
     ranks = Ranks(2)
     ranks.votes_on(0, "yes", aside=True)

@@ -30,11 +30,6 @@ SEEN = (
         for what in ("mkdir step.partial", "open step.partial/manifest.json", "rename step", "write a file")
     ),
 )
-# Seeds that failed once, and why.
-REGRESSIONS = {
-    11: "rows were missing, for the role moved after the last one",
-    67: "a save waited twice for rows, over slow storage, and an async one read the lease in the step's own thread",
-}
 
 
 @pytest.mark.timeout(300)  # 12 s of CPU
@@ -47,12 +42,6 @@ def test_many_seeds(tmp_path: Path):
     seen = sum((one.seen for one in played), Counter[str]())
     never = [what for what in SEEN if not seen[what]] if len(SEEDS) == 300 else []
     assert not never, f"never seen: {never}"
-
-
-@pytest.mark.parametrize("seed", REGRESSIONS)
-def test_seeds_that_failed_once(seed: int, tmp_path: Path):
-    played = writers.play(seed, tmp_path)
-    assert not played.failure, played.tell()
 
 
 def test_one_seed_is_one_run(tmp_path: Path):

@@ -480,7 +480,6 @@ class Job:
         self.due: dict[int, float] = {}  # when a save was
         self.ended_as: Counter[str] = Counter()
         self.began = Counter[str]()  # "the last save", "the end"
-        self.asked_all = False
 
     def play(self) -> None:
         with pytest.MonkeyPatch.context() as patch:
@@ -644,7 +643,6 @@ class Job:
 
     def ask(self, count: int) -> None:
         names = sorted(self.alive, key=lambda group: group.name)
-        self.asked_all = count >= len(names)
         for group in self.random.sample(names, min(count, len(names))):
             self.seen["asked to leave"] += 1
             self.say(f"{group.name} is asked to leave")
@@ -807,7 +805,6 @@ class Played:
     failure: str
     seen: Counter[str]
     lines: list[str]
-    virtual_s: float
 
     def tell(self) -> str:
         return "\n".join([f"{vars(self.plan)}", *self.lines, self.failure])
@@ -829,4 +826,4 @@ def play(seed: int, folder: Path, fault_class: str = "") -> Played:
         logging.disable(logging.NOTSET)
     shutil.rmtree(place)
     job.seen[plan.fault_class] += 1
-    return Played(plan, failure, job.seen, job.lines, job.baton.now_s)
+    return Played(plan, failure, job.seen, job.lines)
