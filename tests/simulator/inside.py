@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from ft.protocol import messages as m
 from ft.protocol.step import Phase
-from tests.simulator.invariants import require
+from tests.simulator.invariants import Violation
 
 if TYPE_CHECKING:
     from tests.simulator.ranks import RankNode
@@ -66,7 +66,7 @@ def check(group: GroupNode) -> None:
         for place in ends:
             del stuck[place]
     if stuck:
-        require(False, f"{group.process.name}: nothing ends these waits: " + "; ".join(map(_tell, ranks)))
+        raise Violation(f"{group.process.name}: nothing ends these waits: " + "; ".join(map(_tell, ranks)))
 
 
 def _ends(rank: RankNode, stuck: dict[int, RankNode]) -> bool:

@@ -22,7 +22,7 @@ class Violation(AssertionError):
 
 
 def require(holds: bool, *words: Any) -> None:
-    """Raises Violation unless `holds`. Frequent checks call it behind an `if`, so that the message is built only for a violation."""
+    """Raises Violation unless `holds`. Frequent checks raise it behind an `if`, so that the message is built only for a violation."""
     if not holds:
         raise Violation(" ".join(str(word) for word in words))
 
@@ -154,16 +154,15 @@ class Truth:
     def entered(self, rank: RankNode, part: m.QuorumResult) -> None:
         known = self._entered.setdefault((part.epoch, part.quorum_id), part.members)
         if known != part.members:
-            require(False, f"quorum {part.quorum_id} has two member sets: {known}, {part.members}")
+            raise Violation(f"quorum {part.quorum_id} has two member sets: {known}, {part.members}")
         if len(part.members) < self.min_replicas:
-            require(False, f"{rank.process.name} enters a quorum below min_replicas: {part.members}")
+            raise Violation(f"{rank.process.name} enters a quorum below min_replicas: {part.members}")
         if not (
             part.heal or part.reference[0] == 0 or (rank.weights is not None and rank.commit_id == part.reference[2])
         ):
-            require(
-                False,
+            raise Violation(
                 f"{rank.process.name} at {rank.commit_id or 'void'} enters quorum {part.quorum_id} without healing; "
-                f"it goes on from {part.reference}",
+                f"it goes on from {part.reference}"
             )
 
     def assigns(self, rank: RankNode, part: m.QuorumResult, attempt: int) -> None:
@@ -172,9 +171,8 @@ class Truth:
         key = (rank.group.process.name, part.epoch, part.quorum_id, part.reference, attempt)
         known = self._assignments.setdefault(key, assignment)
         if known != assignment:
-            require(
-                False,
-                f"{rank.process.name}: its assignment is {rank.machine.ledger.assignment}, another rank of its group has another",
+            raise Violation(
+                f"{rank.process.name}: its assignment is {rank.machine.ledger.assignment}, another rank of its group has another"
             )
 
     # -- votes ------------------------------------------------------------------------------------------------------
@@ -193,18 +191,18 @@ class Truth:
             said = self.said(group, key)
             without = [rank.group_rank for rank in group.ranks if said.get(rank.group_rank) != "yes"]
             if without:
-                require(False, f"{group.process.name} decides yes on {key}, and its ranks {without} have not said so")
+                raise Violation(f"{group.process.name} decides yes on {key}, and its ranks {without} have not said so")
 
     def refuses(self, rank: RankNode, vote: m.Vote, reason: str) -> None:
-        require(
-            False, f"{rank.process.name} waits for the word on {vote.key}, and its group has forgotten it: {reason}"
+        raise Violation(
+            f"{rank.process.name} waits for the word on {vote.key}, and its group has forgotten it: {reason}"
         )
 
     # -- the step ---------------------------------------------------------------------------------------------------
 
     def enters(self, rank: RankNode, key: tuple[Any, ...], first: tuple[Any, ...]) -> None:
         if key != first:
-            require(False, f"{rank.process.name} enters {key}, its group {first}: they hang for ever")
+            raise Violation(f"{rank.process.name} enters {key}, its group {first}: they hang for ever")
 
     def ends(self, group: GroupNode, reason: str, *, inside: int) -> None:
         """`inside`: how many ranks wait in a collective of the group. If all ranks live, the others went another way."""
@@ -212,7 +210,7 @@ class Truth:
         require(not (whole and inside), f"{group.process.name} ends ({reason}), its ranks wait for each other")
 
     def differ(self, effect: m.WeightsDiffer) -> None:
-        require(False, f"after step {effect.step} {effect.replica_ids or 'all'} are said to hold other weights")
+        raise Violation(f"after step {effect.step} {effect.replica_ids or 'all'} are said to hold other weights")
 
     def meets(self, rank: RankNode, part: m.QuorumResult) -> None:
         """In a collective with other groups."""
@@ -227,35 +225,35 @@ class Truth:
             return
         who = rank.process.name
         if rank.weights is None:
-            require(False, f"{who} is void and adds to step {step + 1}")
+            raise Violation(f"{who} is void and adds to step {step + 1}")
         stale = [slot for slot, weights in given.gradients.items() if weights != rank.weights]
         if stale:
-            require(False, f"{who} adds gradients of {stale} that are not of its weights")
+            raise Violation(f"{who} adds gradients of {stale} that are not of its weights")
         base = self._base.setdefault((epoch, quorum_id, step), rank.commit_id)
         if base != rank.commit_id:
-            require(False, f"{who} goes on from {rank.commit_id} in quorum {quorum_id}, others from {base}")
+            raise Violation(f"{who} goes on from {rank.commit_id} in quorum {quorum_id}, others from {base}")
 
     def commits(self, rank: RankNode, effect: m.CommitStep, part: m.QuorumResult, sums: Sums, parent_id: str) -> None:
         who, commit_id = rank.process.name, effect.commit_id
         key = (part.epoch, part.quorum_id, effect.step)
         if self._next.setdefault(key, commit_id) != commit_id:
-            require(False, f"{who}: two versions of step {effect.step} in one quorum")
+            raise Violation(f"{who}: two versions of step {effect.step} in one quorum")
         tokens = sum(sums.tokens.values())
         if effect.divisor != tokens:
-            require(False, f"{who}: step {effect.step} is divided by {effect.divisor}, {tokens} tokens went in")
+            raise Violation(f"{who}: step {effect.step} is divided by {effect.divisor}, {tokens} tokens went in")
         if effect.contributors != sums.contributors:
-            require(False, f"{who}: contributors {effect.contributors}, not {sums.contributors}")
+            raise Violation(f"{who}: contributors {effect.contributors}, not {sums.contributors}")
         if effect.quorum_size < self.min_replicas:
-            require(False, f"{who} commits step {effect.step} in a quorum of {effect.quorum_size}")
+            raise Violation(f"{who} commits step {effect.step} in a quorum of {effect.quorum_size}")
         record = self.commits_by_id.get(commit_id)
         if record is None:
             record = self._new(effect, part, tuple(sums.gradients), self.commits_by_id.get(parent_id, self.initial))
         record.era = self.era  # made once more, the very same, after the job went back to before it
         if not (record.parent is None or record.parent.commit_id == parent_id or record.step == 1):
-            require(False, f"{who}: {commit_id} after {parent_id}, elsewhere after another")
+            raise Violation(f"{who}: {commit_id} after {parent_id}, elsewhere after another")
         weights = record.weights.setdefault(rank.group_rank, rank.weights or 0)
         if weights != rank.weights:
-            require(False, f"{who}: other weights under commit_id {commit_id} of step {effect.step}")
+            raise Violation(f"{who}: other weights under commit_id {commit_id} of step {effect.step}")
 
     def _new(
         self, effect: m.CommitStep, part: m.QuorumResult, slots: tuple[int, ...], parent: Committed | None
@@ -328,16 +326,15 @@ class Truth:
         if record is None or step == 0:
             return
         if record.step != step:
-            require(False, f"{rank.process.name} settles step {step} and is at {rank.commit_id}")
+            raise Violation(f"{rank.process.name} settles step {step} and is at {rank.commit_id}")
         if self.settled is None or step > self.settled.step:
             require(
                 self.settled is None or record.at(self.settled.step) is self.settled,
                 f"{rank.process.name}: settled step {step} does not follow the settled step {self.settled and self.settled.step}",
             )
             self.settled = record
-        else:
-            if self.settled.at(step) is not record:
-                require(False, f"{rank.process.name}: a second version of settled step {step}")
+        elif self.settled.at(step) is not record:
+            raise Violation(f"{rank.process.name}: a second version of settled step {step}")
 
     def heals(self, rank: RankNode, snapshot: Snapshot) -> None:
         record = self.commits_by_id.get(snapshot.commit_id)

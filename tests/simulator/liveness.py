@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING
 from ft.protocol import messages as m
 from ft.protocol.step import Phase
 from tests.simulator.faults import BROKEN, DETECTION_S
-from tests.simulator.invariants import require
+from tests.simulator.invariants import Violation, require
 
 if TYPE_CHECKING:
     from tests.simulator.cluster import Cluster
@@ -89,10 +89,9 @@ class Liveness:
             node = self.cluster.lighthouse
             why = node.machine.reason if node is not None else "there is no lighthouse"
             kinds = sorted({kind for until_s, _, kind in self._faults if until_s > now_s})
-            require(
-                False,
+            raise Violation(
                 f"no commit for {waited_s:.0f} s, while {[group.process.name for group in able]} are well; after {kinds or 'nothing'} "
-                f"{known_s:g} s may pass, and besides {times.rendezvous_s + SLACK_S:g} s, {self._extra or ''}: {why}",
+                f"{known_s:g} s may pass, and besides {times.rendezvous_s + SLACK_S:g} s, {self._extra or ''}: {why}"
             )
 
     def _able(self) -> list[GroupNode]:
@@ -171,10 +170,9 @@ class Liveness:
             heals.cost_s += 1.0
             allowed_s = self.cluster.times.heal_grace_s + SLACK_S + (self.world.now_s - heals.since_s) / 2
             if heals.cost_s > allowed_s:
-                require(
-                    False,
+                raise Violation(
                     f"the others have waited {heals.cost_s:.0f} s for {name}, of whose heals {heals.failed} in a row have failed, since "
-                    f"the third of them {self.world.now_s - heals.since_s:.0f} s ago",
+                    f"the third of them {self.world.now_s - heals.since_s:.0f} s ago"
                 )
 
     # -- ends ---------------------------------------------------------------------------------------------------------
@@ -187,4 +185,4 @@ class Liveness:
             require(waited_s < NAME_S, f"{who} has been refused its name for {waited_s:.0f} s: {why}")
         hindered = group.harmed or self.cluster.name_of(group).slow_heals
         if not (hindered or group.left or self.cluster.stopped_because or not member):
-            require(False, f"{who} ends, and nothing was done to its group: {why}")
+            raise Violation(f"{who} ends, and nothing was done to its group: {why}")
