@@ -296,5 +296,5 @@ def _member(member: m.Member) -> tuple[m.Member, QuorumIds]:
         ) from None
     found = codec.from_message(m.Member, message)
     if problem := validate_request(m.Call(found)):
-        raise ValueError(problem[1])
+        raise ValueError(problem)
     return found, QuorumIds(offset, newest, str(members))

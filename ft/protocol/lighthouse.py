@@ -22,7 +22,6 @@ from ft.protocol.rules import (
     decide,
     describe_pairs,
     fingerprint_problem,
-    validate_request,
 )
 
 PERSIST_EVERY_S = 10.0  # interval of writes of the settled step, where nothing else has to be written
@@ -368,13 +367,13 @@ class LighthouseMachine:
     # ---- refusals
 
     def _refuse_call(self, event: Call, now_s: float) -> bool:
-        """Refuses a lost id, a wrong kind, a second group of one name, a different fingerprint, or impossible values. True: refused."""
+        """Refuses a lost id, a wrong kind, a second group of one name, or a different fingerprint. True: refused."""
         member = event.member
         if event.kind == "pharos" and self._refuse_lost(member.replica_id, now_s):
             return True
         self._choose_kind(event.kind)
         self._choose_fingerprint(event, now_s)
-        problem = validate_request(event) or self.kind_problem(event.kind) or self._name_taken(event, now_s)
+        problem = self.kind_problem(event.kind) or self._name_taken(event, now_s)
         mismatched = None if problem else fingerprint_problem(event, self._fingerprint)
         if mismatched and self.roster.claims and not self.roster.has_heard_a_member:  # until one returns, or takeover
             self.roster.mismatched[member.replica_id] = mismatched[1]

@@ -83,23 +83,21 @@ def decide(roster: Roster, now_s: float, *, settled: int, min_replicas: int, joi
     return Decision(reason=reason, must_restore=unrestored)
 
 
-def validate_request(event: Call) -> Refusal:
-    """Returns the refusal of a quorum request with impossible values, else None. torchft's members may omit world size and addresses."""
+def validate_request(event: Call) -> str:
+    """Returns the reason why a quorum request has impossible values; "": it has none. Servers check it before a machine is fed. torchft's
+    members may omit world size and addresses."""
     member = event.member
     texts = (member.replica_id, member.address, member.store_address, member.commit_id)
     all_texts = "".join(texts)  # one comparison of lengths: together they are usually shorter than MAX_TEXT
     too_long = len(all_texts) > MAX_TEXT and max(map(len, texts)) > MAX_TEXT
     if too_long or not all_texts.isprintable() or not member.replica_id:
-        return (
-            "INVALID_ARGUMENT",
-            f"an id is empty, or an id or address is not printable or longer than {MAX_TEXT} characters",
-        )
+        return f"an id is empty, or an id or address is not printable or longer than {MAX_TEXT} characters"
     if not m.VOID <= member.step <= MAX_STEP or not 0 <= member.commit_quorum_id <= MAX_STEP or event.known > MAX_STEP:
         named = f"step {member.step} of quorum {member.commit_quorum_id}, after quorum {event.known}"
-        return ("INVALID_ARGUMENT", f"{named}: must be 0 to {MAX_STEP}")
+        return f"{named}: must be 0 to {MAX_STEP}"
     if not (event.kind == "torchft" or member.world_size >= 1) or member.world_size > MAX_WORLD_SIZE:
-        return ("INVALID_ARGUMENT", f"world size {member.world_size}: must be 1 to {MAX_WORLD_SIZE}")
-    return None
+        return f"world size {member.world_size}: must be 1 to {MAX_WORLD_SIZE}"
+    return ""
 
 
 def fingerprint_mismatches(fingerprints: Sequence[Fingerprint], holders: Sequence[int] = ()) -> dict[int, list[str]]:

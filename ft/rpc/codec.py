@@ -234,7 +234,7 @@ def quorum_from(message: pharos_pb2.Quorum) -> m.Quorum:
     quorum = from_message(m.Quorum, message)
     for member in quorum.members:
         if problem := validate_request(m.Call(member, known=quorum.quorum_id)):
-            raise ValueError(problem[1])
+            raise ValueError(problem)
     if quorum.quorum_id < 1 or not quorum.members or list(quorum.ids) != sorted(set(quorum.ids)):
         raise ValueError(f"quorum {quorum.quorum_id}: its {len(quorum.members)} members must be sorted and unique")
     if not quorum.holders:

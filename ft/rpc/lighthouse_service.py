@@ -329,7 +329,7 @@ def _check(call: m.Call) -> None:
     """Raises ValueError for a quorum request with impossible or too large values."""
     member = call.member
     if problem := validate_request(call):
-        raise ValueError(problem[1])
+        raise ValueError(problem)
     handles = member.reconfigure_handles
     if len(member.data) > MAX_DATA or (handles and sum(map(len, handles)) + len(handles) > MAX_HANDLES):
         raise ValueError(f"data of more than {MAX_DATA} or handles of more than {MAX_HANDLES} characters")
