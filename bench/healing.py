@@ -32,7 +32,7 @@ from bench.pairs import in_turns, parser, ratio, serve, spread, table, workers
 from ft.healing.capture import StateRegistry
 from ft.healing.format import CHUNK_BYTES, chunk_digest
 from ft.healing.http_transport import HttpTransport
-from ft.healing.pg_transport import MESSAGE_CHUNKS, WINDOW, PgTransport
+from ft.healing.pg_transport import IN_FLIGHT, MESSAGE_CHUNKS, PgTransport
 from ft.healing.transport import StateSource, Transport
 from ft.process_groups.gloo import ProcessGroupGloo
 from ft.process_groups.store import serve as serve_store
@@ -134,7 +134,7 @@ class HealingSide:
                 compare(message)
 
         for tag, message in enumerate(self._messages(MESSAGE_CHUNKS * CHUNK_BYTES)):
-            if len(under_way) == WINDOW:
+            if len(under_way) == IN_FLIGHT:
                 complete()
             work = group.recv([message], 0, tag) if rank else group.send([message], 1, tag)
             under_way.append((work, message))

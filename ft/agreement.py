@@ -34,13 +34,14 @@ class Agreement:
     def __init__(self, process_group: dist.ProcessGroup) -> None:
         self._process_group = process_group
 
-    def outcome(self, client: GroupClient, vote: Vote, *, able: bool) -> Outcome | None:
+    def outcome(self, client: GroupClient, vote: Vote, *, free: bool) -> Outcome | None:
         """Returns the group's outcome of a commit vote; called by all its ranks. None: each rank must vote at the server by itself.
-        `able`: False: other work prevents a yes. Raises GroupEnded if ranks vote on different attempts, or one is gone."""
+        `free`: False: an effect is due first, so this rank cannot say yes. Raises GroupEnded if ranks vote on
+        different attempts, or one is gone."""
         outcome = None
         if vote.verdict == "failed":  # one such vote decides: the server interrupts ranks that still wait
             outcome = client.outcome(vote)
-        yes, vote_key = able and vote.verdict == "yes" and not vote.divergent, crc32(repr(vote.key).encode())
+        yes, vote_key = free and vote.verdict == "yes" and not vote.divergent, crc32(repr(vote.key).encode())
         votes = torch.tensor([not yes, vote.change, vote_key, -vote_key], dtype=torch.int64)
         self._carry_out(self._process_group.allreduce, votes, dist.ReduceOp.MAX)
         some_no, change, highest, lowest = votes.tolist()

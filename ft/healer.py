@@ -21,7 +21,7 @@ from ft.rpc.clients import GroupClient
 
 ADDRESS_S = 5.0  # timeout of the request for a source's address
 AGAIN_S = 0.1  # between two tries
-MACHINE = "ft"  # name under which the step machine's state is registered
+MACHINE_STATE = "ft"  # name under which the step machine's state is registered
 log = logging.getLogger("pharos.healing")
 
 
@@ -111,10 +111,10 @@ class Healer:
             try:
                 if not sources:
                     raise HealFailed("no source reported its healing address", touched=False)
-                chosen, spared = (sources[:1], sources[1:]) if self.one_source else (sources, [])
+                chosen, unused = (sources[:1], sources[1:]) if self.one_source else (sources, [])
                 values = self.transport.fetch(chosen, into, **wanted, progress=self._set_progress)
                 self.touched = True
-                self.transport.notify_done(spared, **wanted)
+                self.transport.notify_done(unused, **wanted)
                 break
             except (RuntimeError, FormatError) as error:
                 if str(error) != logged:
@@ -136,7 +136,7 @@ class Healer:
         log.info("healed from %s in %.2f s", names, time.monotonic() - began_s)
         self.received_bytes += into.manifest.total_bytes
         self._arrived = values
-        self._on_event(m.HealEnded(quorum.quorum_id, ok=True, state=values[MACHINE]))
+        self._on_event(m.HealEnded(quorum.quorum_id, ok=True, state=values[MACHINE_STATE]))
 
     def _set_progress(self, done_bytes: int, total_bytes: int) -> None:
         self.progress = (done_bytes, total_bytes)

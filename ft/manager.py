@@ -7,7 +7,8 @@ torchft's interface over this class (compat/manager.py).
                                                                                                  ---> GroupClient   quorum requests, votes
 
 Any thread may feed the machine: the threads of notices, of a fetch, of background votes, and the trainer's, which carries out all effects
-but InterruptCollectives, in order, inside begin_step, reduce, commit and rewind; a notice only interrupts the trainer's wait for peers. One
+but InterruptCollectives, in order, inside begin_step, reduce, commit and rewind; a notice ends the offer of its generation, and interrupts
+the trainer's wait for peers. One
 effect overlaps with the trainer's forward and backward: a process group may form meanwhile (`_effect_ahead`); then nothing is launched
 before `reduce`."""
 
@@ -29,7 +30,7 @@ from torch._C._distributed_c10d import Store
 from ft.agreement import Agreement
 from ft.digest import compared, digest
 from ft.gradients import Gradients
-from ft.healer import MACHINE, Healer
+from ft.healer import MACHINE_STATE, Healer
 from ft.healing.capture import StateRegistry
 from ft.healing.http_transport import HttpTransport
 from ft.healing.pg_transport import PgTransport
@@ -198,7 +199,7 @@ class Manager:
         self._effects: deque[m.Effect] = deque()  # for the trainer's thread
         self._error: BaseException | None = None  # error of another thread, to be raised in the trainer's
         # the machine takes its state from HealEnded
-        self.state.register_state(MACHINE, self.machine.state_dict, lambda state: None)
+        self.state.register_state(MACHINE_STATE, self.machine.state_dict, lambda state: None)
         self._prober.start(lambda: process_group.waits_since_s, self._on_unreachable)
         self.client.watch(self._on_notice, self._ended, pid=None if options.dies_with_group else 0)
 
@@ -719,7 +720,7 @@ class Manager:
             telemetry.current_wait = "vote"
         try:
             if self._agreement and self.machine.every_rank_votes(vote):
-                outcome = self._agreement.outcome(self.client, vote, able=not busy)
+                outcome = self._agreement.outcome(self.client, vote, free=not busy)
             if outcome is None and not busy and not self.machine.votes_in_background(vote):
                 outcome = self.client.outcome(vote)
         finally:

@@ -27,8 +27,8 @@ class DataAssignment:
 
 @dataclass(frozen=True)
 class StepTotals:
-    """Sums of a step over all groups that contributed. `ok`: with SoloManager, the loss is neither NaN nor infinite; with Manager,
-    which leaves out a group with such a loss, the attempt has not failed, so that `commit` may return a Commit."""
+    """Sums of a step over all groups that contributed. `ok`: with SoloManager the `able` of `reduce`; with Manager,
+    which leaves out a group that is not able, the attempt has not failed, so that `commit` may return a Commit."""
 
     # valid tokens; 0: that slot contributed nothing; if this group was assigned no slot, one element: the sum over all slots
     tokens_per_slot: Sequence[float]
@@ -182,7 +182,7 @@ class Seam(Protocol):
         """True when a different group has announced that the run's last step is saved."""
 
     def regroup(self, until: int) -> None:
-        """Forms a quorum after `until`, the last step, to decide which group writes. Called by all ranks. Raises GroupReleased."""
+        """Forms a quorum after `until`, the last step, to decide which group writes. Called by all ranks. Raises what begin_step raises."""
 
     def finish(self, *, saved: bool) -> None:
         """Records whether the run's last step is saved. `close` then tells the other groups that the run is finished (`saved`) or that this

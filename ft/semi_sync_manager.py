@@ -57,7 +57,7 @@ def _of_all(name: str) -> Any:
 class FragmentGradients(Gradients):
     """Gradients of fragments (semi_sync.py), one of which is reduced in each round, in turn. Each has Gradients of its own, with buckets;
     the round's number determines the current fragment, so all groups send the same one. `attach` is called once for each fragment, in their
-    order. `dropped`: gradients were dropped since it was last set to False. last_backward, all_reduce and can_repeat are not for it."""
+    order. `dropped`: True after `drop`, until the manager resets it. last_backward, all_reduce and can_repeat are not for it."""
 
     def __init__(self, *, shared: bool = False, quantized: bool = False, bucket_bytes: int = BUCKET_BYTES) -> None:
         super().__init__(shared=shared, quantized=quantized, bucket_bytes=bucket_bytes)
@@ -113,7 +113,7 @@ class SemiSyncManager:
         self._manager, self._gradients = manager, manager.gradients
         # register_state is only for state that is equal in all groups between two rounds, not for the model or the inner optimizer
         self.register_state, self.show_event, self.finish = manager.register_state, manager.show_event, manager.finish
-        # of a round; configs/check.py refuses to skip steps inside one, and to go back to a checkpoint
+        # never called: configs/check.py refuses on_spike = "skip" and "rewind" with a semi_sync_method
         self.skip, self.rewind = manager.skip, manager.rewind
         self.want_to_leave, self.leave, self.close = manager.want_to_leave, manager.leave, manager.close
         self._schedule, self._outer = schedule, outer

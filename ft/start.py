@@ -26,7 +26,7 @@ ALONE = "solo"  # replica ID of a job without replica groups
 class SoloManager:
     """The Seam of a job without replica groups: a quorum of one, without network, thread or gRPC.
 
-    It assigns positions of the data in order, one slot of `slot_size` sequences per step, and commits each step with a finite loss and a
+    It assigns positions of the data in order, one slot of `slot_size` sequences per step, and commits each step that is able and has a
     valid token; any other raises Stopped. Its ledger is that of replica groups: a run may resume with or without them; batch and ranks may
     differ."""
 

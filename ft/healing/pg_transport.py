@@ -6,7 +6,7 @@ a process group for each, so a failed transfer can be requested again. A message
 possible. The header determines their order:
 
     length of the header, header, validity token | messages, each followed by its chunks' digests | damaged chunks again, which the joiner
-    requests up to ROUNDS times | the validity token again, if the offer is still valid
+    requests up to MAX_REQUESTS times | the validity token again, if the offer is still valid
 
 The source's thread keeps the tensors unchanged while a *flight* of messages is sent. A fence makes it end early, and waits for that.
 """
@@ -42,9 +42,9 @@ from ft.protocol.messages import incarnation_of
 from ft.rpc.access import Endpoint
 
 MESSAGE_CHUNKS = 16
-WINDOW = 3  # messages in progress: one is read or verified while the others are being sent
+IN_FLIGHT = 3  # messages in progress: one is read or verified while the others are being sent
 FLIGHT = 8  # most messages between two checks for a fence
-ROUNDS = 3  # requests for damaged chunks
+MAX_REQUESTS = 3  # requests for damaged chunks
 MAX_AGAIN = 64  # damaged chunks in one request; with more the fetch fails
 STORE_S = 5.0  # timeout of a call of a store
 REQUEST_S = timedelta(days=1)  # longest wait for a request of a joiner, whose heal has ended long before
@@ -141,7 +141,7 @@ class PgFetch:
         body = self._into.body_for(manifest)
         self._touched = True
         damaged = self._receive_messages(body, list(_messages(manifest)))
-        for _ in range(ROUNDS):
+        for _ in range(MAX_REQUESTS):
             if len(damaged) > MAX_AGAIN:
                 raise RuntimeError(f"{len(damaged)} chunks were damaged on the way")
             again = torch.tensor([len(damaged), *damaged, *[0] * (MAX_AGAIN - len(damaged))], dtype=torch.int64)
@@ -151,7 +151,7 @@ class PgFetch:
                 break
             damaged = self._receive_messages(body, [(chunk, chunk) for chunk in damaged])
         if damaged:
-            raise RuntimeError(f"{len(damaged)} chunks were damaged on the way, {ROUNDS} times")
+            raise RuntimeError(f"{len(damaged)} chunks were damaged on the way, {MAX_REQUESTS} times")
         if self._receive(VALIDITY_TOKEN_BYTES) != validity_token:
             raise RuntimeError("the source changed its offer during the transfer")
         with contextlib.suppress(RuntimeError):  # optional: everything is verified
@@ -161,20 +161,22 @@ class PgFetch:
     def _receive_messages(self, body: TensorPayload, messages: list[tuple[int, int]]) -> list[int]:
         """Receives messages, and returns the damaged chunks. While one message is verified the next ones are received."""
         damaged: list[int] = []
-        staging, done = StagingBuffer(body, WINDOW * MESSAGE_CHUNKS), 0
-        begun = deque(self._begin(body, staging, messages, number) for number in range(min(WINDOW - 1, len(messages))))
+        staging, done = StagingBuffer(body, IN_FLIGHT * MESSAGE_CHUNKS), 0
+        begun = deque(
+            self._begin(body, staging, messages, number) for number in range(min(IN_FLIGHT - 1, len(messages)))
+        )
         for number, (first, last) in enumerate(messages):
             data, expected, works, staged = begun.popleft()
             _wait(works)
-            if number + WINDOW - 1 < len(messages):
-                begun.append(self._begin(body, staging, messages, number + WINDOW - 1))
+            if number + IN_FLIGHT - 1 < len(messages):
+                begun.append(self._begin(body, staging, messages, number + IN_FLIGHT - 1))
             computed = _digests(first, data)
             for chunk in range(first, last + 1):
                 at = (chunk - first) * DIGEST_BYTES
                 if not computed[at : at + DIGEST_BYTES].equal(expected[at : at + DIGEST_BYTES]):
                     damaged.append(chunk)
                 elif staged:
-                    body.write(chunk, staging, number % WINDOW * MESSAGE_CHUNKS + chunk - first)
+                    body.write(chunk, staging, number % IN_FLIGHT * MESSAGE_CHUNKS + chunk - first)
             done += len(data)
             if self._progress:
                 self._progress(min(done, body.manifest.total_bytes), body.manifest.total_bytes)
@@ -186,7 +188,7 @@ class PgFetch:
         first, last = messages[number]
         length = body.manifest.span(last)[1] - body.manifest.span(first)[0]
         memory = body.direct(first, last)
-        start = number % WINDOW * MESSAGE_CHUNKS * CHUNK_BYTES
+        start = number % IN_FLIGHT * MESSAGE_CHUNKS * CHUNK_BYTES
         data = staging.bytes[start : start + length] if memory is None else torch.frombuffer(memory, dtype=torch.uint8)
         expected = torch.empty((last - first + 1) * DIGEST_BYTES, dtype=torch.uint8)
         return data, expected, [self._start(data), self._start(expected)], memory is None
@@ -275,14 +277,14 @@ class _Sender:
                 raise Withdrawn(self._ended)
             self._group.configure(f"{self._prefix}/{number}", 0, 2)
             self._send(_bytes(struct.pack("<Q", len(offer.header))), _bytes(offer.header + offer.validity_token))
-            staging = StagingBuffer(offer.body, WINDOW * MESSAGE_CHUNKS)
+            staging = StagingBuffer(offer.body, IN_FLIGHT * MESSAGE_CHUNKS)
             messages = list(_messages(offer.manifest))
-            for again in range(ROUNDS + 1):
+            for again in range(MAX_REQUESTS + 1):
                 while messages:
                     sent = self._send_flight(messages, staging)
                     offer.sent(self._name, [i for first, last in messages[:sent] for i in range(first, last + 1)])
                     del messages[:sent]
-                if again < ROUNDS:
+                if again < MAX_REQUESTS:
                     wanted = torch.empty(MAX_AGAIN + 1, dtype=torch.int64)
                     self._group.recv([wanted], 1, self._tag).wait()
                     self._tag += 1
@@ -309,9 +311,9 @@ class _Sender:
         pending = deque[list[Any]]()
         with self._offer.reading():
             for number, (first, last) in enumerate(messages[:FLIGHT]):
-                if len(pending) == WINDOW:
+                if len(pending) == IN_FLIGHT:
                     _wait(pending.popleft())
-                data = self._message(first, last, staging, number % WINDOW * MESSAGE_CHUNKS)
+                data = self._message(first, last, staging, number % IN_FLIGHT * MESSAGE_CHUNKS)
                 pending.append([self._start(data), self._start(_digests(first, data))])
                 if self._offer.fencing:
                     break

@@ -244,7 +244,8 @@ class StateOffer:
 
     @contextmanager
     def reading(self) -> Iterator[None]:
-        """Keeps the tensors unchanged in the block: a fence waits for its end. Raises Withdrawn."""
+        """Keeps the tensors unchanged in the block: a fence waits for its end, or withdraws the offer, so that no validity token follows.
+        Raises Withdrawn."""
         with self._changed:
             self._changed.wait_for(lambda: not self._copying)
             self.check()
@@ -311,7 +312,7 @@ class StateOffer:
                 if self.aside is None:
                     self._copying = True  # senders leave `reading` after a chunk (HTTP), or after some messages
                     if small and not wait_for(lambda: not self._reading):
-                        return self.withdraw("a chunk was in use for longer than heal_grace_s")
+                        return self.withdraw("a chunk was still in use at the end of heal_grace_s")
                     if self.withdrawn_reason or not is_small():
                         return self.withdraw("the source commits, and its joiners took longer than heal_grace_s")
                     self.aside = self._copies()

@@ -91,7 +91,7 @@ class ChildEngine:
         self._memory = shared.SharedPoolOwner(self._send)
         self._order = threading.Lock()  # operations are sent in the order of their numbers
         self._lock = threading.Lock()
-        self._under_way: dict[int, tuple[Ended, shared.PoolLease, Operation]] = {}
+        self._under_way: dict[int, tuple[Ended, shared.Borrowed, Operation]] = {}
         self._count = 0
         self._formed = threading.Event()
         self._problem: RendezvousFailed | None = None
@@ -108,7 +108,7 @@ class ChildEngine:
             raise self._problem
 
     def start(self, operation: Operation, ended: Ended) -> None:
-        lease = shared.PoolLease()
+        lease = shared.Borrowed()
         with self._order:
             placed = operation.map_tensors(
                 lambda tensor, read, written: self._memory.lend(tensor, read, written, lease)
@@ -164,7 +164,7 @@ class ChildEngine:
         ended(None if error is None else ProcessGroupError(f"{SIGNATURES[operation.method].name}: {error}"), source)
 
 
-def _ready_event(operation: Operation, lease: shared.PoolLease) -> tuple[int, bytes] | None:
+def _ready_event(operation: Operation, lease: shared.Borrowed) -> tuple[int, bytes] | None:
     """Returns, for tensors on a GPU, an event that the child waits for before it reads them: (device index, handle)."""
     devices = {tensor.device for tensor in (*operation.inputs(), *operation.outputs()) if tensor.is_cuda}
     if not devices:

@@ -210,17 +210,17 @@ class GroupWork(dist.Work):
         self.name, self.started_s = name, time.monotonic()
         self._outputs = outputs
         self._future: Future[Any] = Future(devices=sorted({x.device for x in outputs if x.is_cuda}, key=str))
-        self._claim = threading.Lock()
+        self._once = threading.Lock()
         self._ended = ended = threading.Event()
         self._future.add_done_callback(lambda _: ended.set())  # the first of its callbacks: others may call wait
         self._error: Exception | None = None
-        self._source = -1
+        self._sender = -1
 
-    def end(self, error: Exception | None, source: int = -1) -> None:
+    def end(self, error: Exception | None, sender: int = -1) -> None:
         """Ends the work, unless it has ended before."""
-        if not self._claim.acquire(blocking=False):
+        if not self._once.acquire(blocking=False):
             return
-        self._error, self._source = error, source
+        self._error, self._sender = error, sender
         if error is None:
             self._future.set_result(self._outputs)
         else:
@@ -263,7 +263,7 @@ class GroupWork(dist.Work):
 
     def source_rank(self) -> int:
         """Returns the sender of a message from recv_anysource; -1 for every other operation."""
-        return self._source
+        return self._sender
 
     _source_rank = source_rank
 
@@ -283,13 +283,13 @@ class Generation:
         self._watch = threading.Thread(target=self._keep_limit, name="ft-group-limit", daemon=True)
         self._watch.start()
 
-    def ended(self, work: GroupWork, error: Exception | None, source: int = -1) -> None:
+    def ended(self, work: GroupWork, error: Exception | None, sender: int = -1) -> None:
         if error is not None and not isinstance(error, ProcessGroupError):
             error = ProcessGroupError(f"{work.name}: {error}")  # without traceback, which keeps the group alive
         with self.lock:
             self.works.pop(work, None)
             self.error = self.error or error
-        work.end(error, source)
+        work.end(error, sender)
 
     def interrupt(self, error: Exception) -> None:
         """Ends all pending works with `error`; no operation can start any more. The engine is kept, as it may still use tensors."""

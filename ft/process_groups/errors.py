@@ -8,7 +8,7 @@ class ProcessGroupError(RuntimeError):
 
 
 class Abandoned(ProcessGroupError):
-    """The generation was ended by this process: by `abandon`, `shutdown`, `configure`, or `interrupt` after a notice."""
+    """The generation was ended by this process: by `abandon`, `shutdown`, `configure`, or `interrupt`."""
 
 
 class RendezvousFailed(ProcessGroupError):

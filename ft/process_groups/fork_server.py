@@ -84,6 +84,8 @@ class Channel:
 
 
 class Child:
+    """A forked process as its parent sees it: to talk to, to kill, to wait for."""
+
     def __init__(self, pid: int, channel: Channel, fork_server: ForkServer) -> None:
         self.pid, self.channel, self.fork_server = pid, channel, fork_server
         self._handle = os.pidfd_open(pid) if hasattr(os, "pidfd_open") else None  # macOS

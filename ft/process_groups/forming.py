@@ -47,7 +47,8 @@ class Engine(Protocol):
 class Rendezvous:
     """One member's part in forming one generation. `build` runs in a thread and returns the engine; before it waits it registers a function
     that interrupts it (`on_cancel`). `prepare` runs first, and does not count against the timeout `limit_s`. `address`: that of the store.
-    `rank`, `size`, `fingerprint`, `holders`: as in ProcessGroup.configure. `arguments`: these six, for a rendezvous in a child process."""
+    `rank`, `size`, `fingerprint`, `holders`: as in ProcessGroup.configure. `arguments`: all of these
+    but `build` and `prepare`, for a child process."""
 
     def __init__(
         self,
@@ -83,7 +84,7 @@ class Rendezvous:
 
     def wait(self, limit_s: float, prepare_s: float = PREPARE_S) -> Engine:
         """Returns the engine. Raises RendezvousFailed if it failed or was cancelled; cancels it if `prepare` takes longer than
-        prepare_s, and limit_s after that."""
+        prepare_s, or the rest longer than limit_s."""
         self.is_awaited = True
         if not self._prepared.wait(prepare_s):
             self.cancel(

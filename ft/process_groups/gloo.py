@@ -114,7 +114,7 @@ class GlooEngine:
         self._news = threading.Condition()
         self._open = 0  # number of works that have not ended
         self._ending: threading.Thread | None = None
-        self._has_ended = threading.Event()
+        self._connections_ended = threading.Event()
 
     def start(self, operation: Operation, ended: Ended) -> None:
         native = self._native
@@ -148,7 +148,7 @@ class GlooEngine:
 
     def end(self) -> None:
         self._waiters.close()
-        self._has_ended.wait()
+        self._connections_ended.wait()
         last_reference, self._native = [self._native], None
         while not self._all_ended():
             if _are_asleep(self._threads | self._waiters.busy):
@@ -184,7 +184,7 @@ class GlooEngine:
                 _fail_all(self._native)
             sockets.shutdown(connections, socket.SHUT_RDWR)
         finally:
-            self._has_ended.set()
+            self._connections_ended.set()
         time.sleep(LINGER_S)
         for sock in connections:
             sock.close()

@@ -78,7 +78,7 @@ def plain_segments() -> Iterator[None]:
 
 
 @dataclass
-class PoolLease:
+class Borrowed:
     """Resources of an operation until it ends: buffers, (tensor, copy) pairs to be copied back, and references that keep memory alive."""
 
     buffers: list[UntypedStorage] = field(default_factory=list)
@@ -99,7 +99,7 @@ class SharedPoolOwner:
         self._count = 0
         self._closed = False
 
-    def lend(self, tensor: Tensor, read: bool, written: bool, lease: PoolLease) -> SharedTensor:
+    def lend(self, tensor: Tensor, read: bool, written: bool, lease: Borrowed) -> SharedTensor:
         """Returns the tensor's place in shared memory, after a copy if needed; adds its resources to `lease`. Raises ProcessGroupError."""
         shape = tuple(tensor.shape)
         if tensor.is_cuda or (tensor.is_shared() and tensor.numel()):
@@ -120,7 +120,7 @@ class SharedPoolOwner:
             lease.back.append((tensor.detach(), copy))
         return SharedTensor(self._number(buffer), copy.dtype, shape, copy.stride(), 0, copy.device)
 
-    def give_back(self, lease: PoolLease, *, complete: bool) -> None:
+    def give_back(self, lease: Borrowed, *, complete: bool) -> None:
         """Copies an operation's results back, and keeps its buffers for reuse; not if it failed, as torch may still write to them."""
         if not complete:
             return

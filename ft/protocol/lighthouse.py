@@ -123,7 +123,7 @@ class LighthouseMachine:
             case m.TakeOver():
                 self.roster.takeover_until_s = now_s + takeover_order_s(self.config.times.takeover_s)
             case m.Evict(replica_id):
-                self.roster.end_claim(replica_id, -math.inf)
+                self.roster.mark_gone(replica_id, -math.inf)
                 self._lose([replica_id], "an operator evicted it")
         self._evaluate(now_s)
         return Out(tuple(self._out), self.reason)
@@ -213,7 +213,7 @@ class LighthouseMachine:
             if peer.cancelled:
                 self.roster.drop_call(replica_id)
         else:
-            self.roster.end_claim(replica_id, now_s - timeout_s)
+            self.roster.mark_gone(replica_id, now_s - timeout_s)
             self._lose([replica_id], "its connection broke")
 
     def _on_report(self, event: m.Report, now_s: float) -> None:
@@ -233,7 +233,7 @@ class LighthouseMachine:
     def _on_leave(self, event: m.Leave, now_s: float) -> None:
         roster, replica_id, claims = self.roster, event.replica_id, len(self.roster.claims)
         if roster.kind == "pharos":
-            roster.drop_claim(replica_id)
+            roster.end_claim(replica_id)
         if claims and not roster.claims:
             self._persist(now_s)  # the job is over: its limits and fingerprint do not apply to the next one
         if replica_id not in roster.peers or roster.peers[replica_id].kind != "pharos":
@@ -438,8 +438,8 @@ class LighthouseMachine:
         if replica_id not in roster.lost:
             return False
         self._out.append(m.Refuse(replica_id, "LOST", roster.lost[replica_id]))
-        if replica_id not in roster.notified:
-            roster.notified.add(replica_id)
+        if replica_id not in roster.refused_as_lost:
+            roster.refused_as_lost.add(replica_id)
             roster.returning[m.name_of(replica_id)] = now_s + 2 * self.config.times.beat_s
         return True
 

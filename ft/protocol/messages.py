@@ -219,7 +219,7 @@ class Notice(Event):
 
 
 class MemberLost(Notice):
-    """A member is lost, so the generation cannot complete. Sent for its first loss only."""
+    """A member is lost, so the generation cannot complete. Only the first loss of a generation is announced."""
 
     replica_ids: tuple[str, ...] = ()
     reason: str = ""
@@ -238,7 +238,7 @@ class Finished(Notice):
 
 
 class ChangeAnnounced(Notice):
-    """A group waits to join, or has left: the others finish the step, then request a quorum."""
+    """A new quorum is due: a group waits for one, or has left. The others finish the step, then request a quorum."""
 
     reason: str = ""
 
@@ -291,7 +291,8 @@ class Report(Event):
     replica_id: str
     step: int  # VOID while healing
     commit_quorum_id: int = 0
-    waiting: bool = False  # True: all ranks have entered the all-reduce with other groups, and some are still in it (of a rank: it has)
+    # True: all ranks have entered the all-reduce with other groups, and some are still in it; in a rank's own report: it has entered it
+    waiting: bool = False
     median_step_s: float = 0.0
     settled: int = 0
     launched: int = 0  # attempts launched in this quorum; a member with fewer than others is behind
@@ -531,8 +532,8 @@ class NotifyRank(Effect):
 
 
 class EndGroup(Effect):
-    """Send Leave(clean=False), close the stream, and kill the trainer processes on the server's host (SIGKILL); the others are told, and
-    exit. So torchelastic restarts the group."""
+    """Send Leave(clean=False), close the stream, and kill the trainer processes on the server's host (SIGKILL). Ranks on other
+    hosts are notified, and exit; torchelastic then restarts the group."""
 
     reason: str
 
@@ -570,7 +571,9 @@ class QuorumResult(Event):
     recover_dst_replica_ranks: tuple[int, ...]  # replica_ranks that heal from this group
     # holders that may be assigned slots, by replica_rank; with slots_per_step some get none
     participants: tuple[str, ...]
-    assigned: int  # slots of the holders' open assignment; 0: they have none, or different ones, and make a new one
+    assigned: (
+        int  # number of slots in the holders' open assignment; 0: they have none, or different ones, and make a new one
+    )
     same_generation: bool = False  # True: the rank has formed this generation's process group already, and keeps it
     handles: tuple[str, ...] = ()  # address at which the same rank of each member answers probes; "": unknown
 

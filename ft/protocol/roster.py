@@ -36,7 +36,7 @@ Pairs = frozenset[frozenset[str]]  # unordered pairs of replica_ids
 
 @dataclass
 class Claim:
-    """Claim of a member of the last quorum to the job's state. While claims bind, groups without that state do not continue the job."""
+    """Claim of a member of the previous quorum to the job's state. While claims bind, groups without that state do not continue the job."""
 
     replica_id: str
     seen_at_s: float  # time of the last message, once the id is no longer live
@@ -70,15 +70,18 @@ class Peer:
 
 
 class Roster:
-    """All ids that the lighthouse knows. Bounded: it keeps the last LOST_KEPT lost ids, and the members of the last quorum."""
+    """All ids that the lighthouse knows. Bounded: it keeps the last LOST_KEPT lost ids, and the members of the previous quorum, the
+    newest one issued."""
 
     def __init__(self) -> None:
         self.kind: Kind = "pharos"  # kind of the groups that may be members
         self.peers: dict[str, Peer] = {}  # by id
         self.live: dict[str, str] = {}  # name -> its one live id
         self.lost: OrderedDict[str, str] = OrderedDict()  # id -> reason of the loss
-        self.notified: set[str] = set()  # lost ids that have been refused as LOST
-        self.previous: frozenset[str] = frozenset()  # ids of the newest issued quorum, which precedes the next one
+        self.refused_as_lost: set[str] = set()  # lost ids that have been refused as LOST
+        self.previous: frozenset[str] = (
+            frozenset()
+        )  # ids of the newest quorum issued: the previous one of that which is formed
         self._incarnations: frozenset[str] = frozenset()  # of these ids: a lost one comes back under a new id
         self.left_cleanly: set[str] = set()  # previous members that left on purpose
         self.no_longer_members: dict[str, float] = {}  # live id -> time of the quorum without it
@@ -96,7 +99,7 @@ class Roster:
         self.takeover_until_s = -math.inf  # end of an operator's TakeOver order
         self.by_last_message: OrderedDict[str, None] = OrderedDict()  # healthy ids, longest silent first
         self._healthy: dict[str, None] = {}  # candidates, and ids that become candidates when they request a quorum
-        self.reachable: dict[str, None] = {}  # healthy members of the previous quorum, with or without a request
+        self.healthy_members: dict[str, None] = {}  # healthy members of the previous quorum, with or without a request
         # Healthy ids with a waiting request that do not sit out. This, `present` and `previous_holders`: in the order of the requests.
         self.candidates: OrderedDict[str, Member] = OrderedDict()
         self.present: dict[str, None] = {}  # candidates that are members of the previous quorum
@@ -136,7 +139,7 @@ class Roster:
         may_shrink = was_in or is_torchft  # a newcomer's shrink would exclude the newcomer itself
         for ids, inside in (
             (self._healthy, counts),
-            (self.reachable, alive and was_in),
+            (self.healthy_members, alive and was_in),
             (self.missing, was_in and not away),
             (self.present, call is not None and was_in),
             (self.shrinkers, call is not None and call.member.shrink_only and may_shrink),
@@ -184,7 +187,7 @@ class Roster:
             del self.live[name]
         self.lost[replica_id] = why
         while len(self.lost) > LOST_KEPT + len(self.previous):
-            self.notified.discard(self.lost.popitem(last=False)[0])
+            self.refused_as_lost.discard(self.lost.popitem(last=False)[0])
         self.update_sets(replica_id)
 
     def mark_unhealthy(self, replica_id: str) -> None:
@@ -231,7 +234,7 @@ class Roster:
             elif same:
                 self.claims[member.name] = Claim(member.replica_id, claim.seen_at_s)
 
-    def end_claim(self, replica_id: str, heard_since_s: float) -> None:
+    def mark_gone(self, replica_id: str, heard_since_s: float) -> None:
         """Marks an incarnation as gone if it sent something since `heard_since_s`. Its claim ends if a new id of its name waits."""
         name = m.name_of(replica_id)
         claim, successor = self.claims.get(name), self.peers.get(self.live.get(name, ""))
@@ -240,7 +243,7 @@ class Roster:
             if successor and successor.call and self.live[name] != replica_id:
                 self.update_claim(successor.call.member)
 
-    def drop_claim(self, replica_id: str) -> None:
+    def end_claim(self, replica_id: str) -> None:
         """Ends the claim of a member that leaves."""
         claim = self.claims.get(m.name_of(replica_id))
         if claim and m.incarnation_of(claim.replica_id) == m.incarnation_of(replica_id):
@@ -290,7 +293,7 @@ class Roster:
             self._sat.pop(next(iter(self._sat)))
 
     def on_heal(self, member: Member, now_s: float) -> None:
-        """Counts a heal of the last quorum as failed if its member requests the next quorum without a state."""
+        """Counts a heal of the previous quorum as failed if its member requests the next quorum without a state."""
         heal = self.heals.get(member.name)
         if heal is None:
             return
@@ -357,7 +360,7 @@ class Roster:
         """Counts the members of a quorum from the state file or a report as live, for one heartbeat timeout from now."""
         for member in quorum.members:
             self.lost.pop(member.replica_id, None)
-            self.notified.discard(member.replica_id)
+            self.refused_as_lost.discard(member.replica_id)
             self.live.setdefault(member.name, member.replica_id)
             if member.replica_id not in self.peers:
                 self.heard_from(member.replica_id, self.kind, now_s)

@@ -49,7 +49,7 @@ def decide(roster: Roster, now_s: float, *, settled: int, min_replicas: int, joi
     # it must neither leave too few groups nor exclude all holders, which may have returned under new ids
     if shrink and is_pharos:
         holders = roster.previous_holders.keys()
-        shrink = len(roster.reachable) >= min_replicas and not (holders and holders.isdisjoint(present))
+        shrink = len(roster.healthy_members) >= min_replicas and not (holders and holders.isdisjoint(present))
     count = len(present) if shrink and (is_pharos or not present) else len(candidates)
     all_previous_requested = bool(present) and not roster.missing
     requests = f"{len(candidates)} of {healthy} healthy groups have requested a quorum"

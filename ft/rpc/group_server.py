@@ -183,7 +183,7 @@ class GroupService:
         self.machine = GroupMachine(config, now_s())
         handlers: dict[type[m.Effect], Callable[[Any], None]] = {
             m.CallLighthouse: lambda e: self.link.call(e.call, e.delay_s),
-            m.OpenStream: self._open_stream,
+            m.OpenStream: lambda e: self._open_stream(e.replica_id),
             m.CloseStream: lambda e: self.link.close_stream(),
             m.AnswerRank: self._answer_rank,
             m.Waits: lambda e: self._send_down(self._streams, waits=codec.to_message(e)),
@@ -205,11 +205,11 @@ class GroupService:
 
     def start(self) -> None:
         """Opens the stream to the lighthouse, and begins to send heartbeats."""
-        self._open_stream(self.machine)
+        self._open_stream(self.machine.replica_id)
         self.spawn(self._beat_for_ever())
 
-    def _open_stream(self, known_as: m.OpenStream | GroupMachine) -> None:
-        self.link.open_stream(known_as.replica_id, lambda: self._reports.settled, self._is_stopped)
+    def _open_stream(self, replica_id: str) -> None:
+        self.link.open_stream(replica_id, lambda: self._reports.settled, self._is_stopped)
 
     def _is_stopped(self) -> bool:
         """Returns True while a trainer is stopped (SIGSTOP): the group then sends no heartbeat, so that it counts as lost."""

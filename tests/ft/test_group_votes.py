@@ -104,9 +104,9 @@ def test_ranks_that_vote_on_different_things_end():
     class Another(Agreement):
         """The second rank's votes are named after another quorum from step 2 on."""
 
-        def outcome(self, client: Any, vote: m.Vote, *, able: bool) -> m.Outcome | None:
+        def outcome(self, client: Any, vote: m.Vote, *, free: bool) -> m.Outcome | None:
             another = replace(vote, quorum_id=9) if (vote.group_rank, vote.step) == (1, 2) else vote
-            return super().outcome(client, another, able=able)
+            return super().outcome(client, another, free=free)
 
     with job(min_replicas=1) as made:
         for rank in made.group("a", size=2, steps=4, agrees=True, agree=Another):

@@ -320,7 +320,9 @@ def test_the_counts_that_the_rules_look_at_are_those_of_a_count_anew(said: list[
         sets = [
             set(x) for x in (roster.previous, roster.present, roster.missing, roster.previous_holders, roster.shrinkers)
         ]
-        assert [roster.candidates, *sets, roster.healthy_count(), len(roster.reachable)] == counted_anew(player.machine)
+        assert [roster.candidates, *sets, roster.healthy_count(), len(roster.healthy_members)] == counted_anew(
+            player.machine
+        )
 
 
 def counted_anew(machine: LighthouseMachine) -> list[Any]:

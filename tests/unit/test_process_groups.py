@@ -429,7 +429,7 @@ def test_lent_tensors_are_the_same_memory():
             getattr(pool_client, command)(*arguments, *map(os.dup, descriptors))
 
     owner = shared.SharedPoolOwner(tell)
-    lease = shared.PoolLease()
+    lease = shared.Borrowed()
     whole = shared.empty((4, 6)).fill_(1.0)
     view = whole[1:3, ::2]
     theirs = pool_client.tensor(owner.lend(view, True, True, lease))
@@ -446,7 +446,7 @@ def test_lent_tensors_are_the_same_memory():
     copy.mul_(10)
     owner.give_back(lease, complete=True)
     assert private.equal(torch.arange(6.0).view(2, 3).t() * 10)
-    empty = pool_client.tensor(owner.lend(torch.empty(0, 3), True, True, again := shared.PoolLease()))
+    empty = pool_client.tensor(owner.lend(torch.empty(0, 3), True, True, again := shared.Borrowed()))
     assert empty.shape == (0, 3)
     assert again.buffers[0].data_ptr() == lease.buffers[0].data_ptr()  # the buffer is used again
 
@@ -490,7 +490,7 @@ def test_a_result_that_cannot_be_written_is_that_operations_failure():
 
 def test_buffers_of_a_failed_operation_are_not_used_again():
     owner = shared.SharedPoolOwner(lambda *_: None)
-    value, lease, again = torch.ones(3), shared.PoolLease(), shared.PoolLease()
+    value, lease, again = torch.ones(3), shared.Borrowed(), shared.Borrowed()
     owner.lend(value, True, True, lease)
     lease.back[0][1].fill_(9)
     owner.give_back(lease, complete=False)
@@ -536,7 +536,7 @@ def test_the_memory_of_a_gpu_is_exported_once_for_each_child():
         owner = gpu.owner()
         for number in range(1000):
             whole = gpu.tensor(scratch[number % 2][number % 500 :])
-            place = owner.lend(whole, True, True, shared.PoolLease())
+            place = owner.lend(whole, True, True, shared.Borrowed())
             assert (place.segment, place.offset, place.strides) == (1 + number % 2, number % 500, (1,))
             assert place.device == whole.device
         assert len(gpu.exports) == len(gpu.told) == 2 * child
@@ -544,16 +544,16 @@ def test_the_memory_of_a_gpu_is_exported_once_for_each_child():
         owner.close()  # the child was killed
         assert [(offset, device) for _, offset, device in gpu.released] == [(n, 2) for n in range(1, 2 * child + 1)]
         with pytest.raises(ProcessGroupError, match="gone"):
-            owner.lend(gpu.tensor(scratch[0]), True, True, shared.PoolLease())
+            owner.lend(gpu.tensor(scratch[0]), True, True, shared.Borrowed())
 
 
 def test_a_child_gives_back_itself_what_it_is_told_to_drop():
     gpu = Gpu()
     owner, kept, value = gpu.owner(), torch.zeros(10), torch.zeros(10)
     for tensor in (kept, value):
-        owner.lend(gpu.tensor(tensor), True, True, shared.PoolLease())
+        owner.lend(gpu.tensor(tensor), True, True, shared.Borrowed())
     del value, tensor
-    owner.lend(gpu.tensor(kept), True, True, shared.PoolLease())
+    owner.lend(gpu.tensor(kept), True, True, shared.Borrowed())
     assert gpu.told[2:] == [("unmap", ([2],))]
     owner.dropped([2])  # its answer
     owner.close()
@@ -564,7 +564,7 @@ def test_an_expandable_segment_is_not_lent():
     gpu = Gpu()
     owner = gpu.owner()
     with pytest.raises(ProcessGroupError, match="lies in an expandable segment"):
-        owner.lend(gpu.tensor(torch.zeros(10), b"e"), True, True, shared.PoolLease())
+        owner.lend(gpu.tensor(torch.zeros(10), b"e"), True, True, shared.Borrowed())
     owner.close()
     assert not gpu.told and len(gpu.released) == 1
 
