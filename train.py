@@ -47,9 +47,9 @@ from training.data.loader import Batch
 from training.log import Log, end_process
 from training.loss import IGNORED, NonFinite, describe_nonfinite
 from training.optimizer import Update
-from training.progress import spans
 from training.sampling import sample_text
 from training.signals import SAVE, STEPS_TO_STOP, STOP, Signals
+from training.spikes import not_applied
 from training.watchdog import flight_recorder_env
 
 if TYPE_CHECKING:
@@ -115,11 +115,6 @@ class LocalStep(NamedTuple):
     step: int
     losses: list[tuple[Batch, Tensor]]
     own_update: Update | None = None
-
-
-def named_data(commit: Commit, slot_size: int) -> str:
-    """Names the positions in the data of a step."""
-    return spans("position", sorted(slot + place for slot, _ in commit.slots for place in range(slot_size)))
 
 
 class Run(Components):
@@ -198,7 +193,7 @@ class Run(Components):
         elif not math.isfinite(update.grad_norm):
             raise self.nonfinite(local)
         elif spike:
-            raise Stopped(f"step {step} not applied: {spike}; {named_data(commit, self.slot_size)}")
+            raise Stopped(not_applied(step, commit, spike, self.slot_size))
         if self.data.end is not None:
             self.check_budgets(step, commit, self.data.end)
         self.progress.commit()
@@ -224,7 +219,7 @@ class Run(Components):
         """Leaves out for good the data of a step that no group has applied. Raises Stopped if there were too many such steps in a row."""
         assert self.spikes is not None
         self.optimizer.zero_grad()
-        text = f"step {step} not applied: {spike}; {named_data(commit, self.slot_size)}"
+        text = not_applied(step, commit, spike, self.slot_size)
         if self.spikes.in_a_row > (allowed := self.config.training.spike_max_skips):
             raise Stopped(f"{text}; training.spike_max_skips allows {allowed} such steps in a row")
         self.manager.skip([slot for slot, _ in commit.slots])
@@ -238,7 +233,7 @@ class Run(Components):
         """Goes back to the newest checkpoint before a step that no group has applied, and passes over the data since. Raises BadInput,
         CheckpointFailed, and Stopped if the run went back there too often without reaching a newer checkpoint."""
         self.optimizer.zero_grad()
-        text = f"step {step} not applied: {spike}; {named_data(commit, self.slot_size)}"
+        text = not_applied(step, commit, spike, self.slot_size)
         if self.world.global_rank == 0:
             self.log.warning("spike: %s", text)
             self.events("spike", step, words=text)

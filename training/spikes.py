@@ -11,7 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ft.seam import Commit
 from training.config import TrainingConfig
+from training.progress import spans
 
 _GREATEST = torch.finfo(torch.float32).max
 
@@ -87,3 +89,9 @@ def _words(name: str, value: float, bound: float, factor: float, steps: int) -> 
     if not math.isfinite(value):
         return f"{name} {value}"
     return f"{name} {value:.6g} above {bound:.6g}, the mean of {steps} steps and {factor:g} standard deviations"
+
+
+def not_applied(step: int, commit: Commit, spike: str, slot_size: int) -> str:
+    """Returns such as "step 80 not applied: loss nan; positions 40-47"."""
+    positions = sorted(slot + place for slot, _ in commit.slots for place in range(slot_size))
+    return f"step {step} not applied: {spike}; {spans('position', positions)}"
