@@ -41,7 +41,7 @@ from models.contract import ModelFault
 from parallelisms.device import local_device_type
 from parallelisms.distributed import gather_texts, launched_rank, launched_world_size, process_group
 from parallelisms.fsdp import reshard_all
-from training.checkpoint import CheckpointFailed, ModelState
+from training.checkpoint import CheckpointFailed
 from training.components import TRACES, Components
 from training.data.loader import Batch
 from training.log import Log, end_process
@@ -50,6 +50,7 @@ from training.optimizer import Update
 from training.sampling import sample_text
 from training.signals import SAVE, STEPS_TO_STOP, STOP, Signals
 from training.spikes import not_applied
+from training.states import ModelState
 from training.watchdog import flight_recorder_env
 
 if TYPE_CHECKING:

@@ -30,9 +30,10 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from bench.pairs import in_turns, parser, ratio, table
 from ft.optim_state import init_optim_state
-from training.checkpoint import CheckpointConfig, Checkpointer, ModelState, OptimizerState
+from training.checkpoint import CheckpointConfig, Checkpointer
 from training.checkpoint_files import Digest
 from training.log import Log
+from training.states import ModelState, OptimizerState
 
 COMPARED = (
     ("saving with digests / without", "save", "save without digests"),

@@ -30,9 +30,9 @@ from parallelisms.fsdp import reshard_all
 from parallelisms.mesh import ParallelDims, build_mesh, degrees
 from parallelisms.parallelize import parallelize
 from training import checkpoint_dcp
-from training.checkpoint import ModelState, plain_name
 from training.loss import IGNORED, cross_entropy_sum
 from training.optimizer import OptimizerConfig, build_optimizer, gradient_norm
+from training.states import ModelState, plain_name
 
 OptimizerName = Literal["SGD", "AdamW", "Muon"]
 Key = tuple[int, OptimizerName, bool]  # of a reference: vocabulary, optimizer, True for documents that are masked

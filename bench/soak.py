@@ -75,10 +75,11 @@ def group_process(name: str, lighthouse: str, folder: Path, talk: Any) -> None:
     from ft.rpc.clients import channel
     from ft.rpc.generated import pharos_pb2
     from training.background_writer import BackgroundWriter
-    from training.checkpoint import CheckpointConfig, Checkpointer, ModelState
+    from training.checkpoint import CheckpointConfig, Checkpointer
     from training.log import Log
     from training.metrics_writer import MetricsWriter
     from training.sinks import Sinks
+    from training.states import ModelState
     from training.writer_lease import WriterLease
 
     torch.set_num_threads(1)

@@ -29,11 +29,12 @@ from configs.schema import RunConfig
 from models.contract import Model, set_dtype
 from models.init import draw
 from training.appended import RunLock
-from training.checkpoint import Checkpointer, CheckpointFailed, ModelState
+from training.checkpoint import Checkpointer, CheckpointFailed
 from training.checkpoint_dcp import CHUNK_BYTES, StreamingPlanner
 from training.checkpoint_files import list_steps
 from training.log import Log
 from training.progress import duration
+from training.states import ModelState
 from training.tokenizer import build_tokenizer
 
 LOG_INTERVAL_S = 10.0

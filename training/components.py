@@ -29,15 +29,7 @@ from parallelisms.mesh import build_mesh, degrees
 from parallelisms.parallelize import parallelize
 from training.appended import RunLock
 from training.background_writer import BackgroundWriter, Events
-from training.checkpoint import (
-    ROWS_STATE,
-    Checkpointer,
-    ModelState,
-    OptimizerState,
-    beginning,
-    plain_name,
-    progress_in,
-)
+from training.checkpoint import ROWS_STATE, Checkpointer, beginning, progress_in
 from training.checkpoint_files import EMA_STATE, SPIKES_STATE, TOKENS_STATE
 from training.data.dataset import open_data
 from training.data.loader import LocalBatchSampler
@@ -54,6 +46,7 @@ from training.saver import Saver
 from training.signals import STEPS_TO_STOP, Signals
 from training.sinks import METRICS, SAMPLES, Sinks, last_rows
 from training.spikes import SpikeRule
+from training.states import ModelState, OptimizerState, plain_name
 from training.tokenizer import build_tokenizer
 from training.watchdog import Watchdog, dump_flight_recorder
 from training.writer_lease import WriterLease

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
-from training.checkpoint import plain_name
+from training.states import plain_name
 
 
 class EMA:

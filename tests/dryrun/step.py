@@ -46,11 +46,11 @@ from parallelisms.parallelize import parallelize
 from tests.dryrun import accelerator
 from tests.dryrun.cases import CONFIGS, Case, settings
 from tools.explain import rank as explained_rank
-from training.checkpoint import ModelState, OptimizerState
 from training.data.loader import Batch
 from training.loss import cross_entropy_sum
 from training.optimizer import OptimizerStep, build_optimizer
 from training.progress import Progress
+from training.states import ModelState, OptimizerState
 
 drop = lambda *_, **__: None  # noqa: E731
 

@@ -19,7 +19,7 @@ from ft.semi_sync import split
 from ft.semi_sync_manager import FragmentGradients, SemiSyncManager
 from tests.ft.groups import LIMIT_S, finish
 from tests.ft.round_groups import Blocks, Group, Papers, average, inner_muon, inner_optimizer, job, nesterov
-from training.checkpoint import ModelState
+from training.states import ModelState
 
 FOR_EVER = 1 << 20
 SYNCS = 5  # of each fragment

@@ -20,15 +20,8 @@ from torch.distributed.tensor import DTensor
 from tests.multiproc.pool import Pool
 from tests.unit.checkpoint_job import Ledger, Trains, flip_a_bit, steps_in
 from tests.unit.fakes import Lines
-from training.checkpoint import (
-    ROWS_STATE,
-    CheckpointConfig,
-    Checkpointer,
-    CheckpointFailed,
-    ModelState,
-    OptimizerState,
-    RankCollectives,
-)
+from training.checkpoint import ROWS_STATE, CheckpointConfig, Checkpointer, CheckpointFailed, RankCollectives
+from training.states import ModelState, OptimizerState
 
 EVERY_MODE = pytest.mark.parametrize("async_mode", ["disabled", "async"])
 

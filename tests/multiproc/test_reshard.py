@@ -22,13 +22,14 @@ from parallelisms.mesh import MeshCoordinate, ParallelismConfig, degrees
 from tests.multiproc.pool import Pool
 from tests.multiproc.test_layouts import on_cpu
 from tests.unit.fakes import Lines
-from training.checkpoint import CheckpointConfig, Checkpointer, ModelState, OptimizerState
+from training.checkpoint import CheckpointConfig, Checkpointer
 from training.checkpoint_dcp import StreamingPlanner
 from training.checkpoint_files import EMA_STATE
 from training.config import TrainingConfig
 from training.ema import EMA
 from training.optimizer import LRSchedulerConfig, OptimizerConfig, OptimizerStep, ParameterGroup, build_optimizer
 from training.progress import Progress
+from training.states import ModelState, OptimizerState
 
 pytestmark = pytest.mark.timeout(300)  # a chain is many runs of the pool, each with its own time limit
 T, BATCH = 16, 4

@@ -14,9 +14,10 @@ from configs.saved import save
 from scripts import prepare_data, show_data
 from tests.scripts.tiny_job import CONFIG
 from tests.unit.data_corpus import write_jsonl
-from training.checkpoint import CheckpointConfig, Checkpointer, ModelState
+from training.checkpoint import CheckpointConfig, Checkpointer
 from training.data.dataset import open_data
 from training.log import Log
+from training.states import ModelState
 from training.tokenizer import ByteTokenizer
 
 

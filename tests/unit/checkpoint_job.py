@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from tests.unit.fakes import Lines
 from training import checkpoint_files
-from training.checkpoint import CheckpointConfig, Checkpointer, ModelState, OptimizerState
+from training.checkpoint import CheckpointConfig, Checkpointer
+from training.states import ModelState, OptimizerState
 from training.writer_lease import WriterLease
 
 

@@ -17,8 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from models import llama, ops
 from parallelisms.activation_checkpoint import KEPT, ActivationCheckpointConfig, apply_activation_checkpoint
 from parallelisms.context import Attend, attentions
-from training.checkpoint import ModelState
 from training.loss import cross_entropy_sum
+from training.states import ModelState
 
 V, T, LAYERS = 31, 96, 4
 SIZES = llama.Config(dim=32, n_layers=LAYERS, n_heads=4, n_kv_heads=2, hidden_dim=96)

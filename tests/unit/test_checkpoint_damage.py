@@ -13,7 +13,8 @@ from torch import nn
 from tests.unit.checkpoint_job import Job, data_file, flip_a_bit, same
 from tests.unit.fakes import Lines
 from training import checkpoint_files
-from training.checkpoint import CheckpointFailed, ModelState
+from training.checkpoint import CheckpointFailed
+from training.states import ModelState
 
 
 def truncate(path: Path) -> None:

@@ -18,13 +18,14 @@ from ft import SoloManager
 from ft.optim_state import init_optim_state
 from models import moe
 from tests.unit.fakes import Lines
-from training.checkpoint import CheckpointConfig, Checkpointer, ModelState
+from training.checkpoint import CheckpointConfig, Checkpointer
 from training.checkpoint_files import EMA_STATE
 from training.config import TrainingConfig
 from training.ema import EMA
 from training.muon import orthogonalize
 from training.optimizer import LRSchedulerConfig, OptimizerConfig, OptimizerStep, ParameterGroup, build_optimizer
 from training.progress import Progress
+from training.states import ModelState
 
 MUON = OptimizerConfig("Muon", lr=0.02, momentum=0.9, weight_decay=0.3)
 MATRICES = ("layers.0.attention.wq.weight", "layers.1.feed_forward.router.weight", "layers.1.feed_forward.experts.w2")

@@ -14,7 +14,7 @@ from models import llama, qwen3, qwen3_hf
 from parallelisms.fsdp import fsdp_param_groups
 from parallelisms.mesh import ParallelismConfig
 from parallelisms.pipeline_plan import check_pipeline
-from training.checkpoint import ModelState
+from training.states import ModelState
 
 SMALL = qwen3.Config(name="qwen3", dim=32, n_layers=2, n_heads=4, n_kv_heads=2, hidden_dim=48, head_dim=12)
 TIED = replace(SMALL, enable_weight_tying=True)
