@@ -395,7 +395,7 @@ def _check_rounds(config: RunConfig) -> Iterator[str]:
 
 def _check_rewind(config: RunConfig) -> Iterator[str]:
     checkpoint = config.checkpoint
-    if config.training.on_spike == "rewind" and (checkpoint.load_only or not checkpoint.enable):
+    if config.training.on_spike == "rewind" and checkpoint.nothing_saved:
         setting = "checkpoint.load_only = true" if checkpoint.enable else "checkpoint.enable = false"
         yield (
             f'training.on_spike = "rewind": {setting}, so there is no checkpoint to go back to; set it to '

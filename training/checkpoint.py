@@ -191,7 +191,7 @@ class Checkpointer:
             lambda work: threading.Thread(target=work, name="checkpoint-scan", daemon=True).start()
         )
         self._beside = beside
-        self._saves_enabled = config.enable and not config.load_only
+        self._saves_enabled = not config.nothing_saved
         self.saved_step: int | None = None  # newest step that this group has saved
         self._saved_full_step: int | None = None  # step of a full checkpoint of this run: not saved again
         self._damaged: dict[int, str] = {}
@@ -323,10 +323,7 @@ class Checkpointer:
                     "set a different job.name for the seed"
                 )
             return None
-        if steps or self._config.load_step >= 0:
-            step: int | None = self._load_own(steps)
-        else:
-            step = self._load_initial() if self._config.initial_load_path else None
+        step = self._load_own(steps) if steps or self._config.load_step >= 0 else self._load_initial()
         self._loaded_step = step or 0
         stored = self._uploader.replaceable if self._uploader else ()
         self._stale = {newer for newer in (*steps, *stored) if newer > self._loaded_step}
@@ -367,8 +364,8 @@ class Checkpointer:
         assert self._uploader
         later = [step for step in files.list_steps(self.folder) if step >= before]
         own, stored = files.newest(self.folder, exclude=later), self._stored()
-        age = {step: (found.branch if found else 0, step) for step, found in stored.items()}
-        own_age = (-1, -1) if own is None else (files.branch_of(files.step_folder(self.folder, own)), own)
+        age = {step: found.age if found else (0, step) for step, found in stored.items()}
+        own_age = files.age(self.folder, own)
         self._uploader.replaceable.update(stored)  # by this launch, if it trains these steps again
         if wanted >= 0 and wanted not in (*stored, *files.list_steps(self.folder)):
             phrase = steps_phrase([*stored], wanted)
@@ -422,8 +419,8 @@ class Checkpointer:
 
         def newest() -> int:
             own = files.newest(self.folder, kind=kind) or 0
-            stored = ((found.branch, step) for step, found in self._stored().items() if found and found.kind == kind)
-            return max([(files.branch_of(files.step_folder(self.folder, own)), own), *stored])[1]
+            stored = (found.age for found in self._stored().values() if found and found.kind == kind)
+            return max([files.age(self.folder, own), *stored])[1]
 
         return self._ranks.on_rank0(newest)
 
@@ -671,16 +668,13 @@ class Checkpointer:
             self._ranks.on_rank0(lambda: self._fetch(-1, before=step))
         surveyed = self._survey()
         seed = surveyed.pop(0) if isinstance(found := surveyed.get(0), Manifest) and found.kind == "model" else None
-        history = {  # a damaged manifest does not tell
-            at: found
-            for at, found in surveyed.items()
-            if at < step
-            and (
-                isinstance(found, str)
-                or found.branch <= len(rewind_steps)
-                and at <= min(rewind_steps[found.branch :], default=at)
-            )
-        }
+
+        def leads_to_step(at: int, found: Manifest | str) -> bool:
+            if at >= step or isinstance(found, str):  # a damaged manifest does not tell
+                return at < step
+            return found.branch <= len(rewind_steps) and at <= min(rewind_steps[found.branch :], default=at)
+
+        history = {at: found for at, found in surveyed.items() if leads_to_step(at, found)}
         loaded = self._load_first(history)
         if loaded is None and history:
             raise CheckpointFailed(f"checkpoint: none before step {step} in {self.folder} is intact")
@@ -688,15 +682,18 @@ class Checkpointer:
             reset()
             if seed is not None:
                 self._load_seed(seed)
-            elif self._config.initial_load_path:
+            else:
                 loaded = self._load_initial()
             self._saved_full_step = None
         self._loaded_step, self._failed_at, self._found_step = loaded or 0, None, None
         self._stale = {later for later in surveyed if later > self._loaded_step}
 
     def _load_initial(self) -> int | None:
-        """Loads another run's checkpoint; one without a manifest (from another program) is loaded without verification."""
+        """Loads another run's checkpoint, if one is given; one without a manifest (from another program) is loaded without verification.
+        Returns the step from which this run continues; None: it starts at step 0."""
         config = self._config
+        if not config.initial_load_path:
+            return None
         setting = f'checkpoint.initial_load_path = "{config.initial_load_path}"'
 
         def find() -> tuple[Path, Manifest | str | None]:
@@ -794,10 +791,11 @@ class Checkpointer:
 
 
 class RankCollectives:
-    """Collectives of Python objects over a separate gloo process group, which DCP uses too. `timeout`: for the slowest rank's writes."""
+    """Collectives of Python objects over a separate gloo process group, which DCP uses too."""
 
-    def __init__(self, timeout: timedelta = timedelta(minutes=30)) -> None:
+    def __init__(self) -> None:
         self.rank, self.world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+        timeout = timedelta(minutes=30)  # for the slowest rank's writes
         self.group = dist.new_group(backend="gloo", timeout=timeout) if self.world_size > 1 else None
 
     def all_gather(self, value: T) -> list[T]:

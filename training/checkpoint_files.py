@@ -89,6 +89,12 @@ class Manifest:
     def size_bytes(self) -> int:
         return sum(file.size_bytes for file in self.files)
 
+    @property
+    def age(self) -> tuple[int, int]:
+        """Orders checkpoints, the newest last. A step of an older branch is older, however far it was: the run went back to before it, and
+        made it again or has yet to do so."""
+        return self.branch, self.step
+
     def to_json(self) -> str:
         body = {"format": FORMAT, **asdict(self)}
         if not self.branch:  # as versions without it write, and read
@@ -173,9 +179,13 @@ def list_steps(folder: Path) -> list[int]:
 
 
 def by_age(folder: Path) -> list[int]:
-    """Returns the steps that have a folder, the newest first. A step of an older branch is older, however far it was: the run went back to
-    before it, and made it again or has yet to do so."""
-    return sorted(list_steps(folder), key=lambda step: (branch_of(step_folder(folder, step)), step), reverse=True)
+    """Returns the steps that have a folder, the newest first."""
+    return sorted(list_steps(folder), key=lambda step: age(folder, step), reverse=True)
+
+
+def age(folder: Path, step: int | None) -> tuple[int, int]:
+    """Returns Manifest.age of a step, as far as its manifest can be read; None: older than each."""
+    return (-1, -1) if step is None else (branch_of(step_folder(folder, step)), step)
 
 
 def read_manifest(path: Path) -> Manifest:
@@ -333,14 +343,11 @@ def prune(
 ) -> list[int]:
     """Removes `outdated` checkpoints, and those of older branches beyond `written`, which is of `branch`, except those `in_use`. Returns
     the removed steps. Raises OSError."""
-    steps = []
-    if branch:  # what cannot be read now may be read later
-        beyond = {
-            step: step_folder(folder, step) for step in list_steps(folder) if step > written and step not in in_use
-        }
-        steps = [step for step, path in beyond.items() if branch_of(path, unreadable=branch) < branch]
+    paths = {step: step_folder(folder, step) for step in list_steps(folder) if step not in in_use}
+    # what cannot be read now may be read later
+    steps = [step for step, path in paths.items() if step > written and branch_of(path, unreadable=branch) < branch]
     if keep:
-        kinds = {s: _kind(step_folder(folder, s)) for s in list_steps(folder) if s not in in_use and s not in steps}
+        kinds = {step: _kind(path) for step, path in paths.items() if step not in steps}
         steps += outdated(kinds, keep, written=written, damaged=damaged)
     for step in steps:  # renamed first, so that no incomplete folder has the final name
         discard(folder, step)

@@ -105,10 +105,8 @@ class ObjectStore:
 
     def is_ahead_of(self, folder: Path) -> bool:
         """Returns True if the newest full checkpoint here is newer than that of a folder."""
-        own = files.newest(folder)
-        own_age = (-1, -1) if own is None else (files.branch_of(files.step_folder(folder, own)), own)
-        full = {step: found for step, found in self.manifests().items() if found and found.kind == "full"}
-        return any((found.branch, step) > own_age for step, found in full.items())
+        own_age = files.age(folder, files.newest(folder))
+        return any(found.age > own_age for found in self.manifests().values() if found and found.kind == "full")
 
     def manifest(self, step: int) -> Manifest:
         try:
@@ -284,7 +282,6 @@ class Uploader:
         report: Callable[[str], None],
         clock: Clock = time.monotonic,
         retry_s: float = RETRY_S,
-        slow_s: float = SLOW_S,
     ) -> None:
         self.store = store
         self.done = set[int]()  # steps that this launch has put
@@ -292,7 +289,7 @@ class Uploader:
         self.abandoned = dict[int, Manifest]()  # checkpoints in the store that are set aside before the next one is put
         self._folder, self._keep, self._beside = folder, keep, beside
         self._lease, self._log, self._report = lease, log, report
-        self._clock, self._retry_s, self._slow_s = clock, retry_s, slow_s
+        self._clock, self._retry_s = clock, retry_s
         self._changed = threading.Condition()
         self._busy: int | None = None  # step that is on its way
         self._wanted: int | None = None  # newest step that is not in the store
@@ -307,7 +304,7 @@ class Uploader:
         """Asks for an upload of a local checkpoint. Returns at once."""
         with self._changed:
             waited_s = self._clock() - self._since_s
-            if self._wanted is not None and (self._failure or waited_s >= self._slow_s):
+            if self._wanted is not None and (self._failure or waited_s >= SLOW_S):
                 self._report(f"checkpoint: step {step} waits: {self._waiting()}; training continues")
             if self._wanted is None:
                 self._since_s = self._clock()
@@ -341,7 +338,7 @@ class Uploader:
                         "command puts it there"
                     )
                 return True
-            if not self._slow_reported and self._clock() - self._since_s >= self._slow_s:
+            if not self._slow_reported and self._clock() - self._since_s >= SLOW_S:
                 self._slow_reported = True
                 self._report(f"checkpoint: the end of the run waits: {self._waiting()}")
             return False
@@ -355,7 +352,7 @@ class Uploader:
         if self._thread is None or self._closed:
             return
         try:
-            while not self._refusal_raised and not self.wait(self._slow_s):
+            while not self._refusal_raised and not self.wait(SLOW_S):
                 pass
         finally:
             with self._changed:
