@@ -166,7 +166,7 @@ def test_every_prefix_of_the_pattern_has_the_weights_within_one(given_weights: l
 class Numbered:
     """An order whose sequence is its own position."""
 
-    seq_len, tokens_per_epoch, sequences_per_epoch = 1, 11, 10
+    seq_len = 1
 
     def sequence(self, position: int) -> np.ndarray:
         return np.array([position])

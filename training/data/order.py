@@ -41,18 +41,12 @@ class Order(Protocol):
     """Random access to sequences of tokens. Thread-safe; pickles without its arrays."""
 
     seq_len: int
-    tokens_per_epoch: int
-    sequences_per_epoch: int
 
     def sequence(self, position: int) -> np.ndarray:
         """Returns the tokens [seq_len + 1] int64 at `position` >= 0 of the infinite order. NO_TOKEN: there is none."""
 
     def document_starts(self, position: int) -> np.ndarray:
         """Returns for each token of `sequence(position)` the index in it of the first token of its document, [seq_len + 1] int64."""
-
-    def left_over(self, position: int) -> int:
-        """Returns how many sequences of the current epoch, summed over sources, are not visited before `position`; 0 where an epoch
-        begins."""
 
 
 def shuffled(count: int, seed: int, epoch: int) -> np.ndarray:
@@ -160,6 +154,7 @@ class DocumentOrder:
             at, left, document = at + count, left - count, document + 1
 
     def left_over(self, position: int) -> int:
+        """Returns how many sequences of the current epoch are not visited before `position`; 0 where an epoch begins."""
         return -position % self.sequences_per_epoch
 
     def _lay_out(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
@@ -272,6 +267,7 @@ class StoreOrder:
         return found
 
     def left_over(self, position: int) -> int:
+        """Returns how many sequences of the current epoch are not visited before `position`; 0 where an epoch begins."""
         return -position % self.sequences_per_epoch
 
 
@@ -304,7 +300,7 @@ def pattern(parts: Sequence[int]) -> np.ndarray:
 class MixtureSource:
     """A source of a mixture. `limit`: sequences until its budget ends; None: no budget."""
 
-    order: Order
+    order: StoreOrder
     weight: float
     limit: int | None = None
 
@@ -353,8 +349,6 @@ class Mixture:
     def __init__(self, ingredients: Sequence[MixtureSource]) -> None:
         self.ingredients = list(ingredients)
         self.seq_len = ingredients[0].order.seq_len
-        self.tokens_per_epoch = sum(each.order.tokens_per_epoch for each in ingredients)
-        self.sequences_per_epoch = sum(each.order.sequences_per_epoch for each in ingredients)
         self._phases = [_Phase(0, ingredients, [0] * len(ingredients))]
         while (last := self._phases[-1]).end is not None:
             begun = last.counts(last.end)
@@ -381,6 +375,7 @@ class Mixture:
         return self.ingredients[source].order.document_starts(index)
 
     def left_over(self, position: int) -> int:
+        """Returns the sum over sources of what is left over of their epochs."""
         counts = self._phase(position).counts(position)
         return sum(each.order.left_over(count) for each, count in zip(self.ingredients, counts, strict=True))
 
@@ -403,8 +398,7 @@ class SegmentedOrder:
         """Replaces the segments, for later calls of `sequence` in this process; the last has the same seq_len."""
         first, order = segments[-1]
         assert order is not None, "the present segment has no order"
-        self._segments, self._order, self.seq_len = list(segments), order, order.seq_len
-        self.tokens_per_epoch, self.sequences_per_epoch = order.tokens_per_epoch, order.sequences_per_epoch
+        self._segments, self.seq_len = list(segments), order.seq_len
         # the position at which all budgets have ended; None: never
         self.end = first + order.end if isinstance(order, Mixture) and order.end is not None else None
 
@@ -434,9 +428,6 @@ class SegmentedOrder:
         first, order = self._segments[bisect_right(self._segments, position, key=lambda segment: segment[0]) - 1]
         assert order is not None, f"position {position} is of an earlier segment of the data, which cannot be opened"
         return order, position - first
-
-    def left_over(self, position: int) -> int:
-        return self._order.left_over(position - self._segments[-1][0])
 
 
 def _lengths(tokens: int) -> str:

@@ -14,7 +14,7 @@ import json
 import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 
@@ -153,11 +153,8 @@ class StoreWriter:
     def __init__(self, folder: Path, settings: StoreSettings) -> None:
         """Raises ValueError if the folder has a store or an unfinished one of other settings, or another process writes it; OSError."""
         self._folder, self._settings = folder, settings
-        self.shards, self.file, self.document = (
-            list[Shard](),
-            0,
-            0,
-        )  # the next document: its file, and its number in the file
+        self.shards = list[Shard]()
+        self.file = self.document = 0  # the next document: its file, and its number in the file
         if (folder / MANIFEST).exists():
             raise ValueError(f"--out {folder}: has a store already; name another folder, or remove it")
         folder.mkdir(parents=True, exist_ok=True)
@@ -165,7 +162,13 @@ class StoreWriter:
         if try_lock(self._journal.fileno()) is False:
             raise ValueError(f"--out {folder}: another process is writing this store")
         self._continue()
-        self._file, self._lengths, self._held, self._tokens, self._largest_id = self._new_shard()
+        self._begin_shard()
+
+    def _begin_shard(self) -> None:
+        self._file = (self._folder / f"{len(self.shards):05}.bin").open("wb")
+        self._lengths = list[np.ndarray]()
+        self._held = list[tuple[np.ndarray, np.ndarray]]()  # ids and lengths of documents that are held out
+        self._tokens = self._largest_id = 0
 
     def add(self, ids: np.ndarray, lengths: np.ndarray, held_out: np.ndarray) -> None:
         """Appends a batch of documents: concatenated `ids`, `lengths` [D] and `held_out` [D] bool."""
@@ -184,7 +187,7 @@ class StoreWriter:
         self.file, self.document = file, document
         if self._tokens + sum(len(ids) for ids, _ in self._held) >= self._settings.shard_tokens:
             self._end_shard()
-            self._file, self._lengths, self._held, self._tokens, self._largest_id = self._new_shard()
+            self._begin_shard()
 
     def finish(self) -> StoreManifest:
         """Ends the last shard and writes the manifest. Raises ValueError if there is no document; OSError."""
@@ -219,11 +222,6 @@ class StoreWriter:
         if not lines:
             self._journal.write(head)
             self._sync_journal()
-
-    def _new_shard(self) -> tuple[IO[bytes], list[np.ndarray], list[tuple[np.ndarray, np.ndarray]], int, int]:
-        """Returns the file of the next shard, the lengths of its documents, those that are held out, the number of tokens, and the largest
-        id."""
-        return (self._folder / f"{len(self.shards):05}.bin").open("wb"), [], [], 0, 0
 
     def _end_shard(self, *, last: bool = False) -> None:
         """Writes the rest of a shard, then its line in the journal. The last one without a document is removed."""
