@@ -91,8 +91,7 @@ def check_resume(config: RunConfig, changed: Collection[str], *, world_size: int
         data = open_data(training, config.validation, tokenizer, "", log=silent, vocab_size=vocab_size)
         if "data" not in config.checkpoint.exclude_from_loading or path.is_relative_to(config.run_folder):
             data.load_state_dict(segments)
-        batch = max(0, training.global_batch_size)
-        batch = batch or training.local_batch_size * degrees(config.parallelism, world_size).data_parallel
+        batch = training.slot_size(degrees(config.parallelism, world_size).data_parallel)
         steps = training.steps - step
         if config.fault_tolerance.enable or ledger.get("rewinds") or training.skip:  # as Components.resume_data
             steps = min(steps, STEPS_TO_STOP * config.fault_tolerance.inner_steps)
@@ -407,8 +406,8 @@ def _check_budgets(config: RunConfig, order: Order, world_size: int) -> None:
     """The budgets of a mixture must last for the run."""
     if not isinstance(order, Mixture) or order.end is None:
         return
-    training, ranks = config.training, degrees(config.parallelism, world_size).data_parallel
-    batch = max(0, training.global_batch_size) or training.local_batch_size * ranks
+    training = config.training
+    batch = training.slot_size(degrees(config.parallelism, world_size).data_parallel)
     if training.steps * batch > order.end:
         raise ValueError(
             f"training.steps = {training.steps}: needs {training.steps * batch} sequences, but the budgets of training.sources end after "

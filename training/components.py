@@ -105,7 +105,7 @@ class Components:
         self.vocab_size = config.model.vocab_size or self.tokenizer.vocab_size
         self.degrees = degrees(config.parallelism, world.world_size)
         self.coordinate, dp_size = self.degrees.coordinate(world.global_rank), self.degrees.data_parallel
-        self.slot_size = max(0, training.global_batch_size) or training.local_batch_size * dp_size
+        self.slot_size = training.slot_size(dp_size)
         cache = config.run_folder.parent / "data_cache"
         self.data = open_data(
             training, config.validation, self.tokenizer, cache, log=self.log, vocab_size=self.vocab_size

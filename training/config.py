@@ -140,6 +140,10 @@ class TrainingConfig:
         """Names of the stores, in their order."""
         return [source.label for source in self.sources] or [self.dataset_path] * (self.dataset == "store")
 
+    def slot_size(self, data_parallel: int) -> int:
+        """Returns the sequences of one step of a replica group with so many data-parallel ranks."""
+        return self.local_batch_size * data_parallel if self.global_batch_size == -1 else self.global_batch_size
+
     def check(self) -> None:
         for index, source in enumerate(self.sources):
             source.check(f"training.sources[{index}]")

@@ -73,8 +73,6 @@ class Watchdog:
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
-        self._waiting_since = self._last_poll = self._clock()
-
         def watch() -> None:
             while not self._stopped.wait(POLL_S):
                 self.poll()
