@@ -71,11 +71,11 @@ class BackgroundWriter:
         """True if the last attempt of any task failed."""
         return any(task.failed_at is not None for task in self._tasks)
 
-    def flush(self, timeout_s: float, *, patient: bool = False) -> bool:
-        """Returns True once all rows queued so far are written; False after `timeout_s` or, unless `patient`, if storage fails."""
+    def flush(self, timeout_s: float) -> bool:
+        """Returns True once all rows queued so far are written; False after `timeout_s`, or if storage fails."""
         with self._changed:
             requested = self._requested
-            self._changed.wait_for(lambda: self._done >= requested or (self.in_trouble and not patient), timeout_s)
+            self._changed.wait_for(lambda: self._done >= requested or self.in_trouble, timeout_s)
             return self._done >= requested
 
     def close(self, timeout_s: float = CLOSE_S) -> None:

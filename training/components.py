@@ -9,7 +9,6 @@ from contextlib import ExitStack, closing
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 import torch
@@ -70,7 +69,7 @@ class Components:
         signals: Signals,
         log: Log,
         cleanup: ExitStack,
-        changes: Mapping[str, str] = MappingProxyType({}),
+        changes: Mapping[str, str],
     ) -> None:
         """`cleanup` closes what is opened here, in reverse order. `changes`: see configs.saved.check_saved."""
         self.config, self.environment, self.world, self.changes = config, environment, world, changes

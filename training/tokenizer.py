@@ -23,10 +23,10 @@ class ByteTokenizer:
     bos_id, eos_id, pad_id = 256, 257, 258
     vocab_size = 259
 
-    def encode(self, text: str | bytes, bos: bool = False, eos: bool = False) -> np.ndarray:
-        """Returns ids [N] int64, with BOS in front if `bos` and EOS at the end if `eos`."""
+    def encode(self, text: str | bytes, bos: bool = False) -> np.ndarray:
+        """Returns ids [N] int64, with BOS in front if `bos`."""
         body = text.encode() if isinstance(text, str) else text
-        return np.array([self.bos_id] * bos + list(body) + [self.eos_id] * eos, dtype=np.int64)
+        return np.array([self.bos_id] * bos + list(body), dtype=np.int64)
 
     def encode_documents(self, documents: Sequence[bytes]) -> tuple[np.ndarray, np.ndarray]:
         """Returns concatenated ids of documents (UTF-8, not empty), each between BOS and EOS, and their lengths [len(documents)] int64."""
@@ -79,10 +79,10 @@ class FileTokenizer:
         self.vocab_size: int = max(self._ids.values()) + 1
         self.bos_id, self.eos_id = self._find_bos_and_eos()
 
-    def encode(self, text: str | bytes, bos: bool = False, eos: bool = False) -> np.ndarray:
+    def encode(self, text: str | bytes, bos: bool = False) -> np.ndarray:
         string = text if isinstance(text, str) else text.decode("utf-8", errors="replace")
         body = self._backend.encode(string, add_special_tokens=False).ids
-        return np.array([self.bos_id] * bos + body + [self.eos_id] * eos, dtype=np.int64)
+        return np.array([self.bos_id] * bos + body, dtype=np.int64)
 
     def encode_documents(self, documents: Sequence[bytes]) -> tuple[np.ndarray, np.ndarray]:
         end = [self.eos_id] if self.eos_id != self.bos_id else []

@@ -27,6 +27,12 @@ class AtOnce(BackgroundWriter):
             self._done = self._requested
 
 
+def until_written(background_writer: BackgroundWriter) -> None:
+    """Waits, also while storage fails, until all that was given is written."""
+    while not background_writer.flush(50.0):
+        pass
+
+
 class Disk:
     """What files under `folder` meet. full: no byte more; a write may take `room` of them first. read_only: nothing is made, either."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 
+from tests.unit.storage import until_written
 from training.background_writer import SLOW_S, BackgroundWriter
 
 WAIT_S = 50.0
@@ -46,7 +47,7 @@ def test_a_failure_is_tried_again_and_holds_up_no_other_work() -> None:
     background_writer.register("events", done.set)
     background_writer.wake()
     assert done.wait(WAIT_S)
-    assert background_writer.flush(WAIT_S, patient=True)
+    until_written(background_writer)
     assert said == [
         "metrics cannot be written: No space left on device (x/metrics.jsonl); kept in memory and retried",
         "metrics can be written again, after 0 s; 7 rows are lost, since there was no room to keep them",
@@ -81,7 +82,7 @@ def test_what_is_no_trouble_of_files_is_tried_again_all_the_same() -> None:
 
     background_writer.register("metrics", fails_once)
     background_writer.wake()
-    assert background_writer.flush(WAIT_S, patient=True)
+    until_written(background_writer)
     assert said == [
         "metrics cannot be written: TypeError: cannot unpack; kept in memory and retried",
         "metrics can be written again, after 0 s; nothing is lost",

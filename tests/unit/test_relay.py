@@ -15,7 +15,7 @@ import pytest
 
 from ft.protocol.step import Ledger
 from scripts.samples import prove, read
-from tests.unit.storage import AtOnce, Disk
+from tests.unit.storage import AtOnce, Disk, until_written
 from training import metrics_writer as relay
 from training.background_writer import BackgroundWriter
 from training.metrics_writer import ROWS_KEPT, MetricsWriter
@@ -405,7 +405,7 @@ def test_a_tmpfs_that_fills_up_and_a_scribe_of_its_own(tmp_path: Path):
         ballast.unlink()
         subprocess.run(["mount", "-o", "remount,size=10m", str(tmp_path)], check=True)
         background_writer.wake()
-        assert background_writer.flush(50, patient=True)
+        until_written(background_writer)
         assert rows(tmp_path) == [(step, False) for step in range(1, 300)]
         assert [*charted(tmp_path)] == [*range(1, 300)]
         assert len(said) == 2 and "nothing is lost" in said[1]
@@ -447,7 +447,7 @@ def test_slow_storage_is_waited_for_once(tmp_path: Path):
     """All kinds of rows go by one thread, so one wait is for all of them."""
 
     class Noting(AtOnce):
-        def flush(self, timeout_s: float, *, patient: bool = False) -> bool:
+        def flush(self, timeout_s: float) -> bool:
             waits.append(timeout_s)
             return True
 

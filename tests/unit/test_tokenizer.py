@@ -57,7 +57,7 @@ def write(folder: Path, *specials: str, config: dict[str, Any] | None = None) ->
 def test_byte_documents_are_what_encode_gives(texts: list[str]) -> None:
     tokenizer = ByteTokenizer()
     ids, lengths = tokenizer.encode_documents([text.encode() for text in texts])
-    expected = [tokenizer.encode(text, bos=True, eos=True) for text in texts]
+    expected = [[*tokenizer.encode(text, bos=True), tokenizer.eos_id] for text in texts]
     assert ids.tolist() == np.concatenate(expected).tolist()
     assert lengths.tolist() == [len(one) for one in expected]
     assert tokenizer.decode(ids) == "".join(texts)
@@ -91,11 +91,11 @@ class TestTokenizerJson:
     def test_encodes_decodes_and_counts_bytes(self, tmp_path: Path) -> None:
         tokenizer = build_tokenizer(str(write(tmp_path, "<s>", "</s>", "<pad>")))
         assert (tokenizer.bos_id, tokenizer.eos_id, tokenizer.vocab_size) == (13, 14, 16)
-        ids = tokenizer.encode("hello hello\u00e9", bos=True, eos=True)
-        assert ids.tolist() == [13, 10, 11, 12, 14]
+        ids = tokenizer.encode("hello hello\u00e9", bos=True)
+        assert ids.tolist() == [13, 10, 11, 12]
         assert tokenizer.decode(ids) == "hello hello\u00e9"
-        assert tokenizer.token_bytes()[ids].tolist() == [0, 5, 6, 2, 0]
-        assert tokenizer.token_bytes()[15] == 0
+        assert tokenizer.token_bytes()[ids].tolist() == [0, 5, 6, 2]
+        assert tokenizer.token_bytes()[14:].tolist() == [0, 0]
 
     def test_documents_are_wrapped(self, tmp_path: Path) -> None:
         tokenizer = build_tokenizer(str(write(tmp_path, "<s>", "</s>")))
