@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from pathlib import Path
@@ -152,33 +151,24 @@ def test_whole_local_batches(folder: Path, global_batch_size: str) -> None:
 
 
 BETWEEN_SECTIONS = {  # ranks and overrides -> the one message
-    "2 --training.global_batch_size=12": "--training.global_batch_size = 12: must be a multiple of 8: training.local_batch_size = 4 on 2 data-parallel ranks; nearest: 8 or 16",
-    "8 --parallelism.tensor_parallel_degree=8": "--parallelism.tensor_parallel_degree = 8: must divide model.n_kv_heads = 4; nearest: 4",
     "2 --parallelism.tensor_parallel_degree=2 --training.seq_len=63": "--training.seq_len = 63: the ranks of parallelism.tensor_parallel_degree = 2 share it between blocks: must be a multiple of 2; nearest: 62 or 64",
     "6 --parallelism.tensor_parallel_degree=2": "--parallelism.tensor_parallel_degree = 2: tok_embeddings.weight [259, 256] has neither rows divisible by 2 ranks nor columns divisible by 3 shards; nearest: rows in multiples of 2, or parallelism.data_parallel_replicate_degree = 3 in place of shards",
     "1 --parallelism.enable_async_tensor_parallel": "--parallelism.enable_async_tensor_parallel = true: parallelism.tensor_parallel_degree = 1 leaves nothing to overlap; set it to false",
     "2 --parallelism.tensor_parallel_degree=2 --parallelism.enable_async_tensor_parallel": "--parallelism.enable_async_tensor_parallel = true: it needs compile.enable = true, model in compile.components and compile.backend = inductor; set it to false",
     "1 --training.global_batch_size=2": "--training.global_batch_size = 2: must be a multiple of 4: training.local_batch_size = 4 on 1 data-parallel rank; nearest: 4",
-    "3 --parallelism.data_parallel_shard_degree=2": "--parallelism.data_parallel_shard_degree = 2: the degrees must multiply to the number of ranks, 3; nearest: 3, or -1 for all that are left; or start 2 ranks (NPROC=2)",
-    "1 --training.steps=1": "run.toml:7: lr_scheduler.warmup_steps = 2: must not exceed training.steps = 1; nearest: 1",
     "1 --lr_scheduler.decay_ratio=0.95": "--lr_scheduler.decay_ratio = 0.95: 19 steps of decay and lr_scheduler.warmup_steps = 2 must not exceed training.steps = 20; nearest: 0.9",
     "1 --lr_scheduler.decay_ratio=1 --lr_scheduler.total_steps=30000 --lr_scheduler.warmup_steps=1": "--lr_scheduler.decay_ratio = 1.0: 30000 steps of decay and lr_scheduler.warmup_steps = 1 must not exceed lr_scheduler.total_steps = 30000; nearest: 0.9999",
     "1 --lr_scheduler.total_steps=10": "--lr_scheduler.total_steps = 10: training.steps = 20 would continue with a learning rate of 0; nearest: 20, or 0, or set lr_scheduler.min_lr_factor",
-    "1 --validation.enable --training.dataset_held_out=0": "--training.dataset_held_out = 0.0: validation.enable = true needs documents that are held out; nearest: 0.03",
     "1 --checkpoint.folder=s4://bucket/x": '--checkpoint.folder = "s4://bucket/x": no such store; legal: a folder, s3://, gs://; nearest: "s3://bucket/x"',
     "1 --profiling.save_traces_folder=s3://bucket/x": '--profiling.save_traces_folder = "s3://bucket/x": a URL; must be a folder of a mounted file system, local or shared: of a run, only checkpoint.folder may be an object store; nearest: "profile_traces"',
     "1 --checkpoint.initial_load_path=file:///mnt/runs/step-9": '--checkpoint.initial_load_path = "file:///mnt/runs/step-9": a URL; must be a folder of a mounted file system, local or shared: of a run, only checkpoint.folder may be an object store; nearest: "/mnt/runs/step-9"',
-    "1 --model.vocab_size=100": "--model.vocab_size = 100: must be at least the tokenizer's 259; nearest: 259, or 0 for the tokenizer's",
     "1 --job.dump_folder run.toml": '--job.dump_folder = "run.toml": run.toml is a file, not a folder',
-    "4 --parallelism.context_parallel_degree=4 --training.seq_len=60": "--training.seq_len = 60: the ranks of parallelism.context_parallel_degree = 4 share it, in a piece from its head and one from its tail: must be a multiple of 8; nearest: 56 or 64",
     "4 --parallelism.context_parallel_degree=4 --training.seq_len=62 --parallelism.context_parallel_load_balancer=none": "--training.seq_len = 62: the ranks of parallelism.context_parallel_degree = 4 share it: must be a multiple of 4; nearest: 60 or 64",
     "4 --parallelism.context_parallel_degree=2 --training.seq_len=60 --parallelism.tensor_parallel_degree=2": "--training.seq_len = 60: the ranks of parallelism.context_parallel_degree = 2 and parallelism.tensor_parallel_degree = 2 share it, in a piece from its head and one from its tail: must be a multiple of 8; nearest: 56 or 64",
     "4 --parallelism.context_parallel_degree=4 --training.seq_len=3": "--training.seq_len = 3: the ranks of parallelism.context_parallel_degree = 4 share it, in a piece from its head and one from its tail: must be a multiple of 8; nearest: 8",
     "2 --parallelism.context_parallel_degree=2 --parallelism.context_parallel_rotate_method=ring": '--parallelism.context_parallel_rotate_method = "ring": torch supports it only with CUDA\'s attention kernels, and there is no CUDA device here; nearest: "allgather"',
     "1 --training.enable_cpu_offload": "--training.enable_cpu_offload = true: there is no CUDA device here, so parameters are in host memory already; set it to false",
-    "1 --activation_checkpoint.mode=memory_budget": '--activation_checkpoint.mode = "memory_budget": requires compile.enable = true, "model" in compile.components and compile.backend = "inductor"; nearest: "selective"',
     "1 --activation_checkpoint.mode=memory_budget --compile.enable --compile.backend=eager": '--activation_checkpoint.mode = "memory_budget": requires compile.enable = true, "model" in compile.components and compile.backend = "inductor"; nearest: "selective"',
-    "1 --activation_checkpoint.selective_ac_option=2nd": '--activation_checkpoint.selective_ac_option = "2nd": must be "op" or a number >= 1 as a string; nearest: "1"',
     "2 --activation_checkpoint.mode=full --parallelism.pipeline_parallel_degree=2 --parallelism.pipeline_parallel_schedule=ZBVZeroBubble": '--activation_checkpoint.mode = "full": ZBVZeroBubble computes the backward in two halves, and for the second a block would be computed again for each of its weights; nearest: "none", or parallelism.pipeline_parallel_schedule = "Interleaved1F1B"',
     '1 --optimizer.groups=[{pattern="*norm*",weight_decay=-0.5}]': "--optimizer.groups[0].weight_decay = -0.5: must be >= 0, or -1 for optimizer.weight_decay; nearest: 0.0",
     '1 --training.dataset=store --training.sources=[{path=""}]': '--training.sources[0].path = "": must be the folder of a token store',
@@ -187,8 +177,6 @@ BETWEEN_SECTIONS = {  # ranks and overrides -> the one message
     '1 --training.dataset=store --training.sources=[{path="a/c4"},{path="b/c4"}]': '--training.sources: two have the name "c4"; set their name',
     "1 --training.skip=[{first=8,end=8}]": "--training.skip[0].end = 8: must exceed training.skip[0].first = 8; nearest: 9",
     "1 --training.dataset=huggingface --training.dataset_path=a/b --training.skip=[{first=8,end=9}]": '--training.skip: training.dataset = "huggingface" is a stream, which has no positions; prepare it with scripts/prepare_data.py, or remove training.skip',
-    "1 --training.dataset=huggingface --training.dataset_path=a/b --training.on_spike=rewind": '--training.on_spike = "rewind": training.dataset = "huggingface" is a stream, which cannot pass over the data since a checkpoint; prepare it with scripts/prepare_data.py, or nearest: "skip"',
-    "1 --training.steps=1073741824": "--training.steps = 1073741824: must be below 2^30; nearest: 1073741823",
     '1 --validation.sources=[{path="a"}]': "--validation.sources: validation.enable = false; set it to true, or remove the sources",
     "1 --compile.enable --compile.backend=indcutor": '--compile.backend = "indcutor": torch has cudagraphs, inductor, openxla, tvm; nearest: "inductor"',
     "1 --model.name=moe --model.experts_per_token=1": "--model.experts_per_token = 1: with model.normalize_weights = true every weight is 1, and the router has no gradient; nearest: 2, or model.normalize_weights = false",
@@ -198,6 +186,9 @@ BETWEEN_SECTIONS = {  # ranks and overrides -> the one message
     "4 --model.name=moe --parallelism.expert_parallel_degree=2 --model.n_experts=2 --model.expert_hidden_dim=33 --model.experts_per_token=1 --model.normalize_weights=false": "--parallelism.expert_parallel_degree = 2: layers.0.feed_forward.experts.w1 [2, 33, 256] has neither 2 x 2 experts nor rows divisible by 2 shards; nearest: widths of experts in multiples of 2",
     "8 --model.name=moe --parallelism.expert_parallel_degree=2 --model.n_experts=4 --model.expert_hidden_dim=34": "--parallelism.expert_parallel_degree = 2: layers.0.feed_forward.experts.w1 [4, 34, 256] has neither 2 x 4 experts nor rows divisible by 4 shards; nearest: 4",
     "1 --float8.recipe_name=rowwise --float8.enable_fsdp_float8_all_gather": '--float8.enable_fsdp_float8_all_gather = true: float8.recipe_name = "rowwise" is not supported; nearest: false, or float8.recipe_name = "tensorwise"',
+    "1 --fault_tolerance.enable --comm.init_method=tcp://localhost:29500": '--comm.init_method = "tcp://localhost:29500": with fault_tolerance.enable = true all groups would use one rendezvous; nearest: "env://", with a rendezvous per group from its launcher',
+    "1 --fault_tolerance.enable --training.dataset=huggingface --training.dataset_path=a/b": '--training.dataset = "huggingface": a stream cannot be assigned to replica groups, each sequence once; nearest: "store", made of the same data set by scripts/prepare_data.py, or fault_tolerance.enable = false',
+    '1 --training.dataset=store --training.sources=[{path="stores/a"}] --validation.enable --validation.sources=[{path="other/a"}]': '--validation.sources[0].name = "a": a source of training has this name; give another one',
     "1 --float8.precompute_float8_dynamic_scale_for_fsdp": "--float8.precompute_float8_dynamic_scale_for_fsdp = true: needs float8.enable_fsdp_float8_all_gather; set it to false",
 }
 
@@ -290,18 +281,6 @@ def test_what_sections_say_of_each_other_comes_after_what_they_say_of_themselves
     assert found[0].startswith("--model.n_kv_heads")
 
 
-def test_files(folder: Path) -> None:
-    assert complaints(folder, "--training.dataset=files", "--training.dataset_path=nope.txt")[0].startswith(
-        '--training.dataset_path = "nope.txt": no file matches nope.txt'
-    )
-    assert complaints(folder, "--model.tokenizer_path=nope.json")[0].startswith(
-        '--model.tokenizer_path = "nope.json": '
-    )
-    assert complaints(folder, "--checkpoint.initial_load_path=nope")[0].startswith(
-        '--checkpoint.initial_load_path = "nope": '
-    )
-
-
 def test_a_small_corpus_is_split_before_anything_starts(folder: Path) -> None:
     (folder / "a.txt").write_text("a short document\n" * 20, encoding="utf-8")
     files = ["--training.dataset=files", "--training.dataset_path=a.txt"]
@@ -312,44 +291,6 @@ def test_a_small_corpus_is_split_before_anything_starts(folder: Path) -> None:
     )
     assert complaints(folder, *files, "--validation.enable", "--training.seq_len=8") == []
     assert sorted(file.name for file in folder.iterdir()) == ["a.txt", "run.toml"]
-
-
-def test_a_tokenizer_that_the_model_has_no_rows_for(folder: Path) -> None:
-    pytest.importorskip("tokenizers")
-    vocabulary = {"<s>": 0, "</s>": 1, **{f"w{i}": i for i in range(2, 300)}}
-    tokenizer = {
-        "version": "1.0",
-        "added_tokens": [],
-        "pre_tokenizer": {"type": "Whitespace"},
-        "model": {"type": "WordLevel", "vocab": vocabulary, "unk_token": "<s>"},
-    }
-    (folder / "tokenizer.json").write_text(json.dumps(tokenizer), encoding="utf-8")
-    assert complaints(folder, "--model.tokenizer_path=tokenizer.json") == []
-    assert complaints(folder, "--model.tokenizer_path=tokenizer.json", "--model.vocab_size=259") == [
-        "--model.vocab_size = 259: must be at least the tokenizer's 300; nearest: 300, or 0 for the tokenizer's"
-    ]
-
-
-def test_patterns_of_the_optimizer_meet_the_model(folder: Path) -> None:
-    assert complaints(folder, '--optimizer.groups=[{pattern = "*norm.weight"}]') == []
-    found = complaints(folder, '--optimizer.groups=[{pattern = "*norm.wieght"}]')
-    assert found[0].startswith('--optimizer.groups[0].pattern = "*norm.wieght": matches no parameter')
-
-
-def test_replica_groups_have_no_one_place_to_meet(folder: Path) -> None:
-    method = "--comm.init_method=tcp://localhost:29500"
-    assert complaints(folder, method) == []
-    [line] = complaints(folder, method, "--fault_tolerance.enable=true")
-    assert line.startswith(
-        '--comm.init_method = "tcp://localhost:29500": with fault_tolerance.enable = true all groups'
-    )
-
-
-def test_a_stream_is_not_dealt_to_replica_groups(folder: Path) -> None:
-    [line] = complaints(
-        folder, "--fault_tolerance.enable=true", "--training.dataset=huggingface", "--training.dataset_path=a/b"
-    )
-    assert line.startswith('--training.dataset = "huggingface": a stream cannot be assigned to replica groups')
 
 
 SEMI = ("--fault_tolerance.enable", "--fault_tolerance.semi_sync_method=diloco", "--fault_tolerance.sync_steps=8")
@@ -376,14 +317,6 @@ def test_groups_that_step_by_themselves_show_nothing_between(folder: Path, argv:
 def test_groups_that_step_by_themselves_fit(folder: Path) -> None:
     fragments = ("--fault_tolerance.num_fragments=2", "--fault_tolerance.fragment_sync_delay=3")
     assert not complaints(folder, *SEMI, *fragments, "--training.steps=20", "--checkpoint.interval=4")
-
-
-def test_sets_of_validation_have_different_names(folder: Path) -> None:
-    sources = '--training.sources=[{path = "stores/a"}]'
-    more = ["--training.dataset=store", "--validation.enable", '--validation.sources=[{path = "other/a"}]']
-    assert complaints(folder, sources, *more) == [
-        '--validation.sources[0].name = "a": a source of training has this name; give another one'
-    ]
 
 
 def test_a_configuration_is_checked_without_what_takes_as_long_to_import_as_torch() -> None:
