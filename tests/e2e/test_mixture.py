@@ -13,12 +13,13 @@ from pathlib import Path
 import pytest
 
 from configs.load import load
+from configs.schema import RunConfig
 from scripts import prepare_data
 from scripts.samples import prove, read
 from tests.scripts.tiny_job import CONFIG, ENV, ROOT, WAIT_S, Started
 from tests.unit.data_corpus import write_jsonl
 from tests.unit.fakes import Lines
-from training.data.dataset import StoredData, open_data
+from training.data.dataset import open_data
 from training.data.order import PATTERN, Mixture, rounded
 from training.signals import STEPS_TO_STOP
 from training.tokenizer import ByteTokenizer
@@ -36,6 +37,14 @@ def make_stores(folder: Path) -> None:
         assert prepare_data.main([f"{name}.jsonl", "--out", f"stores/{name}", "--processes=1"]) == 0
 
 
+def mixture() -> tuple[RunConfig, Mixture]:
+    config = load(["tiny.toml"])
+    data = open_data(config.training, config.validation, ByteTokenizer(), "unused", log=Lines())
+    order = data.order(seed=config.training.seed, seq_len=config.training.seq_len)
+    assert isinstance(order, Mixture)
+    return config, order
+
+
 @pytest.mark.timeout(2 * WAIT_S)
 def test_a_job_of_groups_ends_before_its_budgets(tmp_path: Path, cleanup: ExitStack, monkeypatch: pytest.MonkeyPatch):
     """The budgets last for all steps of one group, but not of two; a start after the end is refused."""
@@ -43,11 +52,8 @@ def test_a_job_of_groups_ends_before_its_budgets(tmp_path: Path, cleanup: ExitSt
     make_stores(tmp_path)
     budgets = "".join(f'[[training.sources]]\npath = "stores/{name}"\ntokens = {64 * 32}\n' for name in WEIGHTS)
     (tmp_path / "tiny.toml").write_text(MIXED.replace(SOURCES, budgets))
-    config = load(["tiny.toml"])
-    data = open_data(config.training, config.validation, ByteTokenizer(), "unused", log=Lines())
-    assert isinstance(data, StoredData)
-    order = data.order(seed=config.training.seed, seq_len=config.training.seq_len)
-    assert isinstance(order, Mixture) and order.end is not None
+    config, order = mixture()
+    assert order.end is not None
     batch = config.training.local_batch_size
     command = [f"{ROOT}/scripts/run_replicas.sh", "tiny.toml", "--groups=2", f"--training.steps={order.end // batch}"]
     job = cleanup.enter_context(closing(Started(command, tmp_path / "job.txt", cwd=tmp_path, **ENV)))
@@ -89,11 +95,7 @@ def test_each_source_has_its_weight(tmp_path: Path, cleanup: ExitStack, monkeypa
     rows = read(run / "samples.jsonl")
     assert prove(rows).exact
     assert max(len({slot.partition(":")[0] for slot in row.slots.values()}) for row in rows) == 3
-    config = load(["tiny.toml"])
-    data = open_data(config.training, config.validation, ByteTokenizer(), "unused", log=Lines())
-    assert isinstance(data, StoredData)
-    order = data.order(seed=config.training.seed, seq_len=config.training.seq_len)
-    assert isinstance(order, Mixture)
+    _, order = mixture()
     frontier = max(span.end for row in rows for span in row.positions)
     parts = rounded(list(WEIGHTS.values()))
     for end in (frontier, frontier // 2, 7):

@@ -66,18 +66,6 @@ def test_one_that_wakes_in_its_save_is_passed_over(tmp_path: Path, instant: str,
     resumes(tmp_path, 2, b)
 
 
-@pytest.mark.parametrize("instant", ["begin", "write", "publish"])
-def test_a_save_that_another_one_meets_fails_neither(tmp_path: Path, instant: str):
-    """One that was stopped wakes while the newer writer is at the same step: each has files of its own."""
-    a, b = Group(tmp_path, 1), Group(tmp_path, 2, seed=1)
-    a.train(2)
-    b.train(2)
-    a.at[instant] = lambda: b.checkpointer.save(2)
-    a.checkpointer.save(2)
-    assert names(tmp_path) == ["step-2"]
-    resumes(tmp_path, 2, b)
-
-
 def test_each_writes_into_a_folder_of_its_own(tmp_path: Path):
     """One that was stopped before it wrote wakes when the other has written the same step, and has yet to publish it."""
     a, b = Group(tmp_path, 1), Group(tmp_path, 2, seed=1)

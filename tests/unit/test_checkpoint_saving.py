@@ -387,12 +387,3 @@ def test_a_save_waits_for_the_one_before(tmp_path: Path) -> None:
     job.step_and_save(3, 4)
     job.checkpointer.save(5, last=True)  # in the foreground
     assert steps_in(tmp_path) == [4, 5]
-
-
-def test_a_failure_in_the_background_is_raised_once_by_the_next_call(tmp_path: Path) -> None:
-    (tmp_path / "checkpoint").write_text("a file where the folder should be")
-    job = Job(tmp_path, async_mode="async")
-    job.step_and_save(2)
-    with pytest.raises(CheckpointFailed, match="checkpoint: step 2 not saved"):
-        job.checkpointer.save(3)
-    job.checkpointer.wait()

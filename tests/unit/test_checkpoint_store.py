@@ -54,6 +54,10 @@ def saved(machine: Path, *steps: int, **settings: Any) -> Job:
     return job
 
 
+def denied(*_: object, **__: object) -> None:
+    raise PermissionError("denied")
+
+
 @pytest.mark.parametrize("async_mode", ["disabled", "async"])
 def test_another_machine_goes_on_from_the_store(tmp_path: Path, async_mode: str):
     job = saved(tmp_path / "1", 2, 4, 6, keep_latest_k=2, async_mode=async_mode)
@@ -160,10 +164,6 @@ def test_a_launch_puts_what_a_killed_one_could_not(tmp_path: Path):
 
 def test_a_store_that_refuses_ends_no_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     job = saved(tmp_path / "1", 2)
-
-    def denied(*_: object, **__: object) -> None:
-        raise PermissionError("denied")
-
     with monkeypatch.context() as patch:
         patch.setattr(MemoryFileSystem, "pipe_file", denied)
         job.step_and_save(4, 6)
@@ -241,10 +241,6 @@ def test_a_group_that_is_passed_over_puts_nothing_in_its_successors_place(
 def test_the_last_step_is_put_until_sigterm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """And the run is finished only when it is there."""
     ends = [End(tmp_path / "run", 1, url=URL) for _ in range(2)]
-
-    def denied(*_: object, **__: object) -> None:
-        raise PermissionError("denied")
-
     with monkeypatch.context() as patch:
         patch.setattr(MemoryFileSystem, "pipe_file", denied)
         ends[0].happens[100.0] = lambda: setattr(ends[0], "asked", True)

@@ -18,7 +18,7 @@ from configs.keys import walk
 from configs.load import section_types
 from configs.schema import RunConfig
 from tests.unit.fakes import add_models
-from tools.config_docs import docs_markdown
+from tools.config_docs import DOCS, docs_markdown
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -118,6 +118,10 @@ def test_the_page_has_a_row_for_every_key() -> None:
             rows = [line for line in page if line.startswith(f"| `{path}` |")]
             assert len(rows) == 1
             assert key.help.replace("|", "\\|") in rows[0]
+
+
+def test_the_page_is_fresh() -> None:
+    assert DOCS.read_text(encoding="utf-8") == docs_markdown(), "docs/config.md is stale: run `make docs`"
 
 
 def test_bars_do_not_break_the_table() -> None:

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 import pytest
 
 from configs.document import Origin, read
-from configs.errors import MAX_SHOWN, ConfigError, raise_problems
+from configs.errors import MAX_SHOWN, ConfigError
 from configs.keys import keys_of
 from configs.load import build, parse_argv
 
@@ -277,10 +277,6 @@ def test_a_flood_of_problems_is_cut(load: Load) -> None:
     lines = refused(load, "[training]\n" + "".join(f"x{i} = 1\n" for i in range(30))).split("\n")
     assert len(lines) == MAX_SHOWN + 1
     assert lines[-1] == f"... and {30 - MAX_SHOWN} more"
-
-
-def test_no_problem_raises_nothing() -> None:
-    raise_problems([])
 
 
 def test_an_override_wins_and_hides_a_bad_value_in_the_file(load: Load) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pickle
 import subprocess
 import sys
-from dataclasses import FrozenInstanceError, replace
+from dataclasses import FrozenInstanceError
 from pathlib import Path
 
 import pytest
@@ -147,9 +147,7 @@ def test_a_file_that_cannot_be_read_is_told_before_torch_is_imported() -> None:
 
 @pytest.mark.parametrize("file", sorted(Path(loading.__file__).parent.glob("*.toml")), ids=lambda file: file.stem)
 def test_the_configs_we_ship_load(file: Path) -> None:
-    config = load([str(file)])
-    assert config == replace(config, origin=load([str(file)]).origin)
-    assert config.job.name == file.stem
+    assert load([str(file)]).job.name == file.stem
 
 
 @pytest.mark.parametrize("world_size", [1, 2])

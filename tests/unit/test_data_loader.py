@@ -153,12 +153,6 @@ def test_close_ends_the_thread() -> None:
     assert threads() == before
 
 
-def test_positions_need_no_state() -> None:
-    with loader_of(Counting()) as loader:
-        assert loader.state_dict() == {}
-        loader.load_state_dict({})
-
-
 def test_workers_give_the_same_batches_and_end(tmp_path: Path) -> None:
     texts = [f"document {number} of the corpus" for number in range(30)]
     corpus = open_small(files_config(write_jsonl(tmp_path / "a.jsonl", texts)), tmp_path / "cache")
