@@ -159,12 +159,11 @@ def _check_goes_on(config: RunConfig, folder: Path, before: Mapping[str, Any]) -
     step = max(list_steps(folder / saved), default=0)
     if not step or (checkpoint.enable and list_steps(folder / checkpoint.local_folder)):
         return
-    key = "checkpoint.folder" if checkpoint.enable else "checkpoint.enable"
-    shown = f'"{checkpoint.folder}"' if checkpoint.enable else "false"
-    nearest = f'; nearest: "{saved}"' if checkpoint.enable else "; nearest: true"
+    key, value, near = ("folder", checkpoint.folder, saved) if checkpoint.enable else ("enable", False, True)
+    place = config.origin.place(f"checkpoint.{key}")
     raise ConfigError(
-        f"{config.origin.place(key)} = {shown}: {folder / saved} has checkpoints up to step {step}, and this launch would begin anew at "
-        f"step 0 and erase the run's record{nearest}, or another --job.name"
+        f"{place} = {to_text(value)}: {folder / saved} has checkpoints up to step {step}, and this launch would begin anew at step 0 and "
+        f"erase the run's record; nearest: {to_text(near)}, or another --job.name"
     )
 
 

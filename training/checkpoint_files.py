@@ -297,11 +297,11 @@ def discard(folder: Path, step: int, name: str = "") -> None:
     shutil.rmtree(step_folder(folder, step, f".partial{name}"), ignore_errors=True)
 
 
-def set_aside(folder: Path, step: int) -> Path:
-    """Renames a checkpoint so that it counts as none, and returns its new place. Raises OSError."""
+def set_aside(folder: Path, step: int) -> None:
+    """Renames a checkpoint so that it counts as none. Raises OSError."""
     suffixes = (".abandoned", *(f".abandoned-{number}" for number in range(2, 1000)))
     places = (step_folder(folder, step, suffix) for suffix in suffixes)
-    return step_folder(folder, step).rename(next(place for place in places if not place.exists()))
+    step_folder(folder, step).rename(next(place for place in places if not place.exists()))
 
 
 def tidy(

@@ -230,9 +230,9 @@ class Components:
         writer = MetricsWriter(folder, lambda: self.manager.writer_quorum, sinks, self.background_writer, shared=shared)
         if shared:
             states[ROWS_STATE] = writer
-        more = [name for name in (EMA_STATE, SPIKES_STATE, ROWS_STATE) if name in states]
-        for name in (*self.HEALED_STATES, TOKENS_STATE, "data", *more):
-            self.manager.register_state(name, states[name].state_dict, states[name].load_state_dict)
+        for name in (*self.HEALED_STATES, TOKENS_STATE, "data", EMA_STATE, SPIKES_STATE, ROWS_STATE):
+            if name in states:
+                self.manager.register_state(name, states[name].state_dict, states[name].load_state_dict)
         # only rank 0 has rows; DCP saves one of several entries with the same name, which could be an empty one
         checkpointed = {name: state for name, state in states.items() if is_rank0 or name != ROWS_STATE}
         lease = WriterLease(folder, lambda: self.manager.writer_quorum) if shared else None

@@ -67,7 +67,7 @@ class NonFinite(RuntimeError):
 def describe_nonfinite(
     rank: int,
     losses: Sequence[tuple[int, Sequence[int], float]],
-    named_gradients: Mapping[str, Tensor | None],
+    named_gradients: Mapping[str, Tensor],
 ) -> str:
     """Returns one line that names the non-finite values on `rank`, or "". `losses`: slot, positions (sequence indices) and loss sum of each
     local batch of a step. `named_gradients`: local shards, which may be sums over ranks. Syncs the device."""
@@ -76,7 +76,7 @@ def describe_nonfinite(
     ]
     bad_gradients = []
     for name, gradient in named_gradients.items():
-        if gradient is not None and (wrong := gradient.numel() - int(gradient.isfinite().sum())):
+        if wrong := gradient.numel() - int(gradient.isfinite().sum()):
             found = {"nan": gradient.isnan(), "inf": gradient.isinf()}
             kinds = [kind for kind, which in found.items() if bool(which.any())]
             bad_gradients.append(f"gradient of {name} ({wrong} of {gradient.numel()} values: {' and '.join(kinds)})")

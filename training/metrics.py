@@ -89,7 +89,6 @@ class MetricsProcessor:
         self._spent = self._clocks()
         self._group_scalars: Mapping[str, float] = {}
         self._changes: dict[str, str] = {}  # other settings, before this launch's first step with them
-        self._row_changes: dict[str, str] = {}  # those settings, in the rows of that step
         self.resume_step = 0  # the step after the checkpoint from which the job resumes
         self.begin: dict[str, Any] = {}  # in the record of `resume_step`: where in the data this run continues another
         self._save_config: Callable[[], None] = lambda: None
@@ -121,7 +120,7 @@ class MetricsProcessor:
         logging_step = first or passed or step == self._steps
         if logging_step:
             self._memory.read()
-        self._row_changes = self._changes if step == self.resume_step else {}
+        changed = self._changes if step == self.resume_step else {}
         self._write_metrics(
             step,
             loss=loss,
@@ -134,7 +133,7 @@ class MetricsProcessor:
             data_s=data_s,
             checkpoint_s=checkpoint_s,
             **groups,
-            **({"changed": self._row_changes} if self._row_changes else {}),
+            **({"changed": changed} if changed else {}),
             **({"spike": spike} if spike else {}),
             **({"rewind": _rewind(rewound)} if rewound else {}),
         )
@@ -154,7 +153,7 @@ class MetricsProcessor:
                 "grad_norm": grad_norm,
                 "lr": lr,
                 "n_tokens_seen": self.tokens,
-                **({"settings/changed": len(self._row_changes)} if self._row_changes else {}),
+                **({"settings/changed": len(changed)} if changed else {}),
             }
             if groups:  # mean seconds per step in GROUP_PHASES since the last logging step; goodput: share of the time in committed steps
                 earlier, self._group_s = self._group_s, {name: self._progress.spent(name) for name in GROUP_PHASES}
@@ -163,9 +162,9 @@ class MetricsProcessor:
                 scalars["goodput(%)"] = 100 * _per(self._progress.goodput_s, self._progress.total())
             self._write("charts", step, {**scalars, **rates, **group_scalars, **self._memory.scalars})
             self._interval = dict.fromkeys(self._interval, 0.0)
-        self._record_data(step, commit, slot_size=slot_size, steps=steps, spike=spike)
+        self._record_data(step, commit, slot_size=slot_size, steps=steps, spike=spike, changed=changed)
         if self._changes:
-            self._changes = self._row_changes = {}
+            self._changes = {}
             self._save_config()
 
     def record_changes(self, changes: Mapping[str, str], save_config: Callable[[], None]) -> None:
@@ -240,7 +239,9 @@ class MetricsProcessor:
         self.tokens = int(state["tokens"])
         self._spent = self._clocks()
 
-    def _record_data(self, step: int, commit: Commit, *, slot_size: int, steps: int, spike: str) -> None:
+    def _record_data(
+        self, step: int, commit: Commit, *, slot_size: int, steps: int, spike: str, changed: Mapping[str, str]
+    ) -> None:
         """Records each slot of a step, named by the position of its first sequence, with the replica group whose gradients were used. After
         a spike all of them are left out; the first step of a branch has what was left out between the checkpoint and the spike. See
         scripts/samples.py."""
@@ -251,7 +252,7 @@ class MetricsProcessor:
         owners, holes = {str(slot): owner for slot, owner in slots}, list(commit.holes)
         row: dict[str, object] = {"slot_size": slot_size, "slots": owners, "holes": holes}
         more: dict[str, object] = {"steps": steps} if steps > 1 else {}
-        more |= {"changed": self._row_changes} if self._row_changes else {}
+        more |= {"changed": changed} if changed else {}
         more |= {"begin": self.begin} if self.begin and step == self.resume_step else {}
         more |= {"skipped": [list(span) for span in skipped]} if skipped else {}
         more |= {"spike": spike} if spike else {}

@@ -16,7 +16,7 @@ from training.optimizer import Update
 
 
 def test_nothing_is_said_of_what_is_finite() -> None:
-    assert describe_nonfinite(0, [(0, (0, 1), 3.5)], {"weight": torch.ones(2), "frozen": None}) == ""
+    assert describe_nonfinite(0, [(0, (0, 1), 3.5)], {"weight": torch.ones(2)}) == ""
 
 
 def test_the_loss_names_slot_and_positions() -> None:

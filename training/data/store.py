@@ -238,8 +238,7 @@ class StoreWriter:
         lengths = np.concatenate(self._lengths)
         bounds = np.concatenate((np.zeros(1, np.int64), np.cumsum(lengths)))
         total = self._tokens + sum(shard.tokens for shard in self.shards)
-        documents = train_documents + sum(len(held) for _, held in self._held)
-        all_documents = documents + sum(shard.documents for shard in self.shards)
+        all_documents = len(lengths) + sum(shard.documents for shard in self.shards)
         held = all_documents - train_documents - sum(shard.train_documents for shard in self.shards)
         cut = round(total * self._settings.held_out)
         # The hashes of the documents would leave a split empty, as with one document: the last share of the tokens is held out
