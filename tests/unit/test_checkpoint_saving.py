@@ -262,17 +262,12 @@ class Leaving:
     def finish(self, *, saved: bool) -> None: ...
 
 
-@pytest.mark.parametrize("room", [0, None])
-def test_who_leaves_knows_whether_its_save_in_the_background_is_there(tmp_path: Path, room: int | None) -> None:
+def test_who_leaves_is_told_that_its_save_in_the_background_has_failed(tmp_path: Path) -> None:
     job = Job(tmp_path, async_mode="async")
     saver = Saver(job.checkpointer, Leaving(), Progress(), sync=lambda: None, report=print, info=print)
     job.train(3)
-    if room is None:
+    with largest_file(0), pytest.raises(CheckpointFailed, match="step 3 not saved"):
         saver.save()
-        assert steps_in(tmp_path) == [3]
-    else:
-        with largest_file(room), pytest.raises(CheckpointFailed, match="step 3 not saved"):
-            saver.save()
     job.checkpointer.close()
 
 
@@ -334,8 +329,7 @@ def test_who_leaves_saves_although_an_earlier_save_has_failed(tmp_path: Path) ->
     saver = Saver(job.checkpointer, Leaving(), Progress(), sync=lambda: None, report=print, info=print)
     job.train(1)
     saver.save()
-    job.checkpointer.wait()
-    assert steps_in(tmp_path) == [3]
+    assert steps_in(tmp_path) == [3], "it is there when the call returns"
 
 
 # In the background
