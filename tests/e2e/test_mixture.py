@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import signal
@@ -12,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from bench.job import rows
 from configs.load import load
 from configs.schema import RunConfig
 from scripts import prepare_data
@@ -59,9 +59,9 @@ def test_a_job_of_groups_ends_before_its_budgets(tmp_path: Path, cleanup: ExitSt
     job = cleanup.enter_context(closing(Started(command, tmp_path / "job.txt", cwd=tmp_path, **ENV)))
     assert job.end() == 0
     assert f"the budgets of training.sources end at sequence {order.end}: the run stops" in job.text
-    rows = read(tmp_path / "outputs" / "tiny" / "samples.jsonl")
-    frontier = max(span.end for row in rows for span in row.positions)
-    assert prove(rows).exact and order.end - 2 * batch * STEPS_TO_STOP < frontier <= order.end
+    samples = read(tmp_path / "outputs" / "tiny" / "samples.jsonl")
+    frontier = max(span.end for row in samples for span in row.positions)
+    assert prove(samples).exact and order.end - 2 * batch * STEPS_TO_STOP < frontier <= order.end
     again = cleanup.enter_context(
         closing(Started([*command, "--groups=1"], tmp_path / "again.txt", cwd=tmp_path, **ENV))
     )
@@ -92,18 +92,14 @@ def test_each_source_has_its_weight(tmp_path: Path, cleanup: ExitStack, monkeypa
     second.process.send_signal(signal.SIGTERM)
     assert second.end() == 0
 
-    rows = read(run / "samples.jsonl")
-    assert prove(rows).exact
-    assert max(len({slot.partition(":")[0] for slot in row.slots.values()}) for row in rows) == 3
+    samples = read(run / "samples.jsonl")
+    assert prove(samples).exact
+    assert max(len({slot.partition(":")[0] for slot in row.slots.values()}) for row in samples) == 3
     _, order = mixture()
-    frontier = max(span.end for row in rows for span in row.positions)
+    frontier = max(span.end for row in samples for span in row.positions)
     parts = rounded(list(WEIGHTS.values()))
     for end in (frontier, frontier // 2, 7):
         counts = Counter(order.find(position)[0] for position in range(end))
         assert all(abs(counts[source] - end * part / PATTERN) < 1 for source, part in enumerate(parts))
-    validations = [
-        row
-        for line in (run / "metrics.jsonl").read_text().splitlines()
-        if "validation_loss" in (row := json.loads(line))
-    ]
+    validations = [row for row in rows(run) if "validation_loss" in row]
     assert validations and all({f"validation_loss/{name}" for name in WEIGHTS} <= set(row) for row in validations)

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import signal
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
 
 import pytest
 
+from bench.job import rows
 from bench.resume import checkpoint_digests
 from scripts.samples import RunBegin, read
 from tests.e2e.kill_while_putting import PART_BYTES
@@ -39,16 +39,16 @@ def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[S3Server
         yield server
 
 
-def train(*arguments: str, code: int = 0) -> str:
+def train(*arguments: str, code: int = 0, command: Sequence[str] = COMMAND) -> str:
     done = subprocess.run(
-        [*COMMAND, *arguments], env={**os.environ, **ENV}, capture_output=True, text=True, check=False
+        [*command, *arguments], env={**os.environ, **ENV}, capture_output=True, text=True, check=False
     )
     assert done.returncode == code, done.stdout + done.stderr
     return done.stdout + done.stderr
 
 
 def losses(run: Path) -> dict[int, float]:
-    return {row["step"]: row["loss"] for row in map(json.loads, (run / "metrics.jsonl").read_text().splitlines())}
+    return {row["step"]: row["loss"] for row in rows(run)}
 
 
 def samples(run: Path) -> list[str]:
@@ -162,12 +162,5 @@ def test_groups_go_on_from_the_store(server: S3Server):
         assert job.end() == 0
     newest = store.steps()[-1]
     shutil.rmtree("outputs")
-    done = subprocess.run(
-        [*command, f"--training.steps={newest + 10}"],
-        env={**os.environ, **ENV},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert f"checkpoint/step-{newest}" in done.stdout + done.stderr and store.steps()[-1] == newest + 10
+    said = train(f"--training.steps={newest + 10}", command=command)
+    assert f"checkpoint/step-{newest}" in said and store.steps()[-1] == newest + 10

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from bench.job import rows
 from bench.resume import checkpoint_digests
 from scripts.samples import SampleRow, prove, read
 from tests.scripts.tiny_job import CONFIG, ENV, ROOT, WAIT_S, Started, write_job
@@ -39,10 +40,6 @@ def train(*arguments: str, name: str = "tiny", code: int = 0) -> str:
     done = subprocess.run(command, env={**os.environ, **ENV}, capture_output=True, text=True, check=False)
     assert done.returncode == code, done.stdout + done.stderr
     return done.stdout + done.stderr
-
-
-def rows(run: Path) -> list[dict[str, object]]:
-    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
 def spikes(run: Path) -> list[SampleRow]:
