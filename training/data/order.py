@@ -101,6 +101,16 @@ def stride(count: int) -> int:
     return next(step for step in range(wanted, wanted + count) if math.gcd(step, count) == 1)
 
 
+def pieces(ends: np.ndarray, at: int, left: int) -> Iterator[tuple[int, int, int]]:
+    """Yields the `left` tokens from `at` on of a stream of pieces that have these `ends`: piece, offset in the stream, and tokens of each
+    part."""
+    piece = int(np.searchsorted(ends, at, side="right"))
+    while left:
+        count = min(int(ends[piece]) - at, left)
+        yield piece, at, count
+        at, left, piece = at + count, left - count, piece + 1
+
+
 class DocumentOrder:
     """The order of one split of a corpus in the cache."""
 
@@ -146,12 +156,8 @@ class DocumentOrder:
         index = turn * self._stride % self.sequences_per_epoch
         with self._lock:  # concurrent threads compute the layout of an epoch once
             ends, starts = self._layout(epoch if self._shuffles else 0)
-        at, left = index * self.seq_len, self.seq_len + 1  # offset in the epoch's stream; tokens still to find
-        document = int(np.searchsorted(ends, at, side="right"))
-        while left:
-            count = min(int(ends[document]) - at, left)
+        for document, at, count in pieces(ends, index * self.seq_len, self.seq_len + 1):
             yield int(starts[document]) + at, count
-            at, left, document = at + count, left - count, document + 1
 
     def left_over(self, position: int) -> int:
         """Returns how many sequences of the current epoch are not visited before `position`; 0 where an epoch begins."""
@@ -248,14 +254,9 @@ class StoreOrder:
             # other sequences in each epoch; the tokens left over are those before the offset and after the last sequence
             spare = (self.tokens_per_epoch - 1) % self.seq_len
             offset = int.from_bytes(blake2b(b"offset", key=key, digest_size=8).digest(), "little") % (spare + 1)
-        at, left = offset + turn * self.seq_len, self.seq_len + 1  # offset in the stream; tokens still to find
-        piece = int(np.searchsorted(self._ends, at, side="right"))
-        while left:
+        for piece, at, count in pieces(self._ends, offset + turn * self.seq_len, self.seq_len + 1):
             shard, _, end = self._spans[piece]
-            first = end - (int(self._ends[piece]) - at)
-            count = min(end - first, left)
-            yield shard, first, count
-            at, left, piece = at + count, left - count, piece + 1
+            yield shard, end - (int(self._ends[piece]) - at), count
 
     def documents(self, position: int) -> list[int]:
         """Returns the numbers, over the shards, of the documents of `sequence(position)`, in its order."""
