@@ -118,6 +118,11 @@ class ReplicaSupervisor:
         self.process, self.restart_at_s = None, now_s + RESTART_S * 2 ** max(0, self.short_runs - 1)
         return f"group {self.name} died ({how})"
 
+    @property
+    def is_refused(self) -> bool:
+        """True if its first launch has ended at once with bad input, which is then that of all groups."""
+        return self.code == 2 and self.short_runs > 0 and not self.restarted_at_s
+
     def ended(self) -> int | None:
         """Returns the exit code of the process, or None while it runs."""
         assert self.process is not None
@@ -259,8 +264,8 @@ def run(
             for part in parts:
                 if line := part.poll(time.monotonic()):
                     say(line)
-            if any(group.code == 2 for group in groups):
-                return 2  # bad input is the same for all groups, and has been printed
+            if any(group.is_refused for group in groups):
+                return 2  # the message has been printed; of a group that is refused later, the others go on
             time.sleep(POLL_S)
         return max(group.code or 0 for group in groups)
     finally:

@@ -186,7 +186,7 @@ def main(argv: list[str]) -> int:
         stop = ("scancel", "--signal=TERM", nodes.job)
         code = replicas.run(steps, lighthouse, received, grace_s, stop)
     stop_signals = {number for number, _ in received}
-    if stop_signals - {signal.SIGUSR1} or code == 2 or (code and not stop_signals) or finished(config):
+    if stop_signals - {signal.SIGUSR1} or (code and not stop_signals) or finished(config):
         return code
     if not stop_signals and not preempted(nodes.job):
         return 0  # the groups have ended by themselves, as when the budgets of all data end

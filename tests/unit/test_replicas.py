@@ -180,6 +180,31 @@ def test_a_second_signal_to_stop_kills_and_a_repeated_one_does_not(
     assert said in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("ran_s", "restarts", "ends_all"), [(1.0, 0, True), (SHORT_RUN_S + 60, 0, False), (1.0, 1, False)]
+)
+def test_bad_input_ends_the_other_groups_only_at_the_first_launch(
+    ran_s: float, restarts: int, ends_all: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    """A configuration file that was edited meanwhile is that of a restarted group alone."""
+
+    class Refused(Leaves):
+        def ended(self) -> int | None:
+            return 2
+
+    class Trains(Leaves):
+        def ended(self) -> int | None:
+            return 0 if refused.code == 2 else None
+
+    now_s = time.monotonic()
+    refused = Refused("1", [], {}, tmp_path / "1.log", restarts=9, restarted_at_s=[now_s] * restarts)
+    refused.started_s = now_s - ran_s
+    trains = Trains("0", [], {}, tmp_path / "0.log", restarts=9)
+    assert run([trains, refused], cast(Any, NoLighthouse()), [], grace_s=120.0) == 2
+    assert trains.code == (None if ends_all else 0)
+    assert "group 1 failed and is not restarted (exit code 2)" in capsys.readouterr().err
+
+
 class Config:
     """As much of one as a lighthouse needs."""
 
