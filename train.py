@@ -32,7 +32,7 @@ from torch.nn.functional import pad
 from configs.check import check, gradient_device_type
 from configs.help import print_help
 from configs.load import load
-from configs.saved import check_saved
+from configs.saved import check_saved, fetch_saved
 from ft.config import Environment, group_folder
 from ft.protocol.messages import MAX_BRANCH
 from ft.seam import BadInput, Commit, DataAssignment, GroupEnded, GroupReleased, Stopped
@@ -70,7 +70,7 @@ def main(argv: Sequence[str]) -> int:
             from tools.explain.command import main as explain  # training does not need it
 
             return explain(argv)
-        config = load(argv)
+        config = fetch_saved(load(argv), newer=launched_rank() == 0)
         check(config, world_size=launched_world_size())
         changes = check_saved(config, config.run_folder, world_size=launched_world_size())
         environment = Environment.read(os.environ)

@@ -30,6 +30,10 @@ class Origin:
     lines: Mapping[str, int] = field(default_factory=dict)
     overrides: frozenset[str] = frozenset()
 
+    def has(self, key: str) -> bool:
+        """Returns True if the file or an override sets the key."""
+        return key in self.lines or key in self.overrides
+
     def place(self, key: str) -> str:
         """Returns a key with its location: "configs/llama.toml:12: training.steps", or "--training.steps"."""
         if any(key == name or key.startswith((f"{name}.", f"{name}[")) for name in self.overrides):

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from configs.schema import RunConfig
 
 FILE_NAME = "config.toml"  # in the run's folder; see configs/saved.py
+HELD_OUT = "training.dataset_held_out"
 _OPTION = re.compile(r"--([A-Za-z_][\w.\-\[\]]*)(?:=(.*))?", re.DOTALL)
 USAGE = "CONFIG.toml, then overrides: --section.key value"
 Overrides = Mapping[str, str | None]  # key -> text; None: without a value, which means true for a bool
@@ -34,15 +35,19 @@ def load(argv: Sequence[str]) -> RunConfig:
     values, origin = build(sections, (tables, origin), given)
     if not values["job"].name:
         values["job"] = dataclasses.replace(values["job"], name=Path(file).stem)
-    config = schema.RunConfig(**values, origin=origin)
-    table = tables.get("training")
-    if "training.dataset_held_out" in given or (isinstance(table, dict) and "dataset_held_out" in table):
+    return with_share(schema.RunConfig(**values, origin=origin))
+
+
+def with_share(config: RunConfig) -> RunConfig:
+    """Returns `config` with its training.dataset_held_out or, if that is not set, with the share of its run. A new run holds nothing out if
+    it validates nothing."""
+    if config.origin.has(HELD_OUT):
         return config
-    # Nothing is held out if nothing is validated, except in a run that began otherwise
-    share: Any = config.training.dataset_held_out if config.validation.enable else 0.0
+    default: float = type(config.training).dataset_held_out
+    share: Any = default if config.validation.enable else 0.0
     with suppress(ConfigError):  # check_saved reports it
         if (saved := read_saved(config.run_folder)) is not None:  # a key that it lacks has the default
-            share = saved.get("training", {}).get("dataset_held_out", config.training.dataset_held_out)
+            share = saved.get("training", {}).get("dataset_held_out", default)
     return dataclasses.replace(config, training=dataclasses.replace(config.training, dataset_held_out=float(share)))
 
 

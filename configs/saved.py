@@ -15,13 +15,13 @@ from typing import Any
 
 from configs.errors import ConfigError, raise_problems
 from configs.keys import to_text
-from configs.load import FILE_NAME, read_saved, section_types
+from configs.load import FILE_NAME, read_saved, section_types, with_share
 from configs.schema import RunConfig
 from parallelisms.mesh import degrees
 from training.appended import replace_file
 from training.checkpoint import CheckpointConfig
 from training.checkpoint_files import list_steps
-from training.object_store import ObjectStore, is_url
+from training.object_store import ObjectStore, check_url, is_url
 
 BATCH = "training.global_batch_size"
 # Settings that must not change. All others may change between launches: length, layout, number of ranks, checkpoints, ...
@@ -116,17 +116,26 @@ def what_groups_share(config: RunConfig) -> tuple[tuple[str, str], ...]:
     )
 
 
+def fetch_saved(config: RunConfig, *, newer: bool = True) -> RunConfig:
+    """Copies config.toml of a run whose checkpoints are in an object store into its folder, if that has none or, with `newer`, if a launch
+    on another machine has saved since, which takes a request per checkpoint there: not for every rank. Called before all that reads the
+    file. Returns `config`, with the share of held-out documents that the run has."""
+    folder, checkpoint = config.run_folder, config.checkpoint
+    if not (checkpoint.enable and is_url(checkpoint.folder)):
+        return config
+    with suppress(OSError, ValueError):  # an illegal URL, or a store that does not answer, is reported later
+        check_url("checkpoint.folder", checkpoint.folder)
+        store, local = ObjectStore(checkpoint.place(folder)), folder / checkpoint.local_folder
+        if not (folder / FILE_NAME).exists() or (newer and store.is_ahead_of(local)):
+            store.fetch_files(folder, [FILE_NAME])
+    return with_share(config)
+
+
 def check_saved(config: RunConfig, folder: Path, *, world_size: int | None = None) -> dict[str, str]:
     """Raises ConfigError if this config differs from that of the run in `folder` in settings that must not change. Returns the differences
     that resume.allow names: key -> "old -> new". `world_size`: ranks of this launch; None: nothing is trained, and the batch size is not
     compared."""
     _check_allowed(config)
-    if config.checkpoint.enable and is_url(config.checkpoint.folder):
-        with suppress(OSError):  # of a store that does not answer, the checkpoint's error is reported
-            store, local = ObjectStore(config.checkpoint.place(folder)), folder / config.checkpoint.local_folder
-            # a launch on another machine, with settings of its own, may have saved since
-            if not (folder / FILE_NAME).exists() or store.is_ahead_of(local):
-                store.fetch_files(folder, [FILE_NAME])
     if (before := read_saved(folder)) is None:
         return {}
     if world_size is not None:

@@ -75,9 +75,10 @@ def main(argv: list[str]) -> int:
 def check(config: RunConfig, *, world_size: int, environ: Mapping[str, str] = os.environ) -> None:
     """Checks the settings and the saved config. Raises ValueError. With one rank in this process train.py checks instead."""
     from configs.check import check, check_resume
-    from configs.saved import check_saved
+    from configs.saved import check_saved, fetch_saved
     from ft.config import Environment
 
+    config = fetch_saved(config)
     check(config, world_size=world_size)
     changed = check_saved(config, config.run_folder, world_size=world_size)
     check_resume(config, changed, world_size=world_size)

@@ -24,7 +24,7 @@ import torch
 
 from configs.check import check_settings
 from configs.load import load
-from configs.saved import check_saved, save
+from configs.saved import check_saved, fetch_saved, save
 from configs.schema import RunConfig
 from models.contract import Model, set_dtype
 from models.init import draw
@@ -47,7 +47,7 @@ def main(argv: list[str], *, draw: Draw = draw) -> int:
         return 0 if argv else 2
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: removes incomplete output
     try:
-        config = load([*argv, "--checkpoint.create_seed_checkpoint=true"])
+        config = fetch_saved(load([*argv, "--checkpoint.create_seed_checkpoint=true"]))
         check_settings(config.for_any_machine(), world_size=1)
         check_saved(config, config.run_folder)
         try:

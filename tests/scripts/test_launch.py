@@ -91,7 +91,7 @@ def tree(tmp_path: Path) -> Path:
         "configs/__init__.py": "",
         "configs/load.py": LOAD,
         "configs/check.py": CHECK,
-        "configs/saved.py": "def check_saved(config, folder, **ranks): return {}\n",
+        "configs/saved.py": "def check_saved(config, folder, **ranks): return {}\ndef fetch_saved(config): return config\n",
     }.items():
         (tmp_path / name).write_text(text)
     return tmp_path

@@ -13,7 +13,8 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 from configs.errors import ConfigError
 from configs.load import load
-from configs.saved import FILE_NAME, check_saved, save
+from configs.saved import FILE_NAME, check_saved, fetch_saved, save
+from configs.schema import RunConfig
 from tests.unit.checkpoint_job import Job, data_file, flip_a_bit, same, steps_in
 from tests.unit.test_checkpoint_groups import Group
 from tests.unit.test_saver import End
@@ -94,9 +95,12 @@ def test_damage_in_the_store_costs_one_checkpoint(tmp_path: Path):
 
 def test_settings_of_another_machine_are_those_of_the_run(tmp_path: Path):
     (tmp_path / "run.toml").write_text("[optimizer]\nlr = 1e-3\n")
-    own, other = (
-        load([str(tmp_path / "run.toml"), f"--checkpoint.folder={URL}", f"--optimizer.lr={lr}"]) for lr in (1e-3, 5e-4)
-    )
+
+    def configured(machine: str, *argv: str) -> RunConfig:
+        settings = [f"--job.dump_folder={tmp_path / machine}", f"--checkpoint.folder={URL}"]
+        return load([str(tmp_path / "run.toml"), *settings, *argv])
+
+    own, other = configured("1", "--validation.enable"), configured("2", "--optimizer.lr=5e-4", "--validation.enable")
     for machine, config, step in (("1", own, 2), ("2", other, 4)):
         job = start(tmp_path / machine)
         job.checkpointer.load()
@@ -104,14 +108,17 @@ def test_settings_of_another_machine_are_those_of_the_run(tmp_path: Path):
         save(config, tmp_path / machine / "run")
         STORE.put_files(tmp_path / machine / "run", [FILE_NAME])
         stored(job)
-        assert check_saved(config, tmp_path / machine / "run", world_size=1) == {}
+        assert check_saved(fetch_saved(config), tmp_path / machine / "run", world_size=1) == {}
+    assert check_saved(fetch_saved(own, newer=False), own.run_folder, world_size=1) == {}, "asks for no manifest"
     with pytest.raises(ConfigError, match=r"optimizer.lr: saved 0\.0005, now 0\.001"):
-        check_saved(own, tmp_path / "1" / "run", world_size=1)
+        check_saved(fetch_saved(own), own.run_folder, world_size=1)
+    third = configured("3", "--optimizer.lr=5e-4")  # without validation: the run goes on without what it has held out
+    assert third.training.dataset_held_out == 0.0 and fetch_saved(third, newer=False).training.dataset_held_out == 0.03
     ahead = start(tmp_path / "2")
     ahead.checkpointer.load()
     ahead.checkpointer.close()
     save(own, tmp_path / "2" / "run")  # a change that the store does not have yet
-    assert check_saved(own, tmp_path / "2" / "run", world_size=1) == {}
+    assert check_saved(fetch_saved(configured("2", "--validation.enable")), tmp_path / "2" / "run", world_size=1) == {}
 
 
 def test_damage_on_the_disk_is_repaired_from_the_store(tmp_path: Path):

@@ -11,15 +11,16 @@ import torch
 from configs.check import check, check_resume
 from configs.errors import ConfigError
 from configs.load import load
-from configs.saved import save
+from configs.saved import FILE_NAME, save
 from configs.schema import RunConfig
 from ft.seam import to_checkpoint
-from scripts import prepare_data
+from scripts import launch, prepare_data
 from tests.unit.data_corpus import write_jsonl
 from tests.unit.fakes import Lines
 from training import checkpoint_dcp as dcp
 from training import checkpoint_files as files
 from training.data.dataset import open_data
+from training.object_store import ObjectStore
 from training.tokenizer import ByteTokenizer
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -95,6 +96,13 @@ def test_budgets_end_where_the_checkpoint_says(tmp_path: Path, monkeypatch: pyte
     assert "sequences are needed from 40 on" in refused(*new, f"--training.steps={last + 1}")
     without = (*new, later, "--checkpoint.exclude_from_loading=['data']")
     assert "sequences are needed from 40 on" in refused(*without), "the order begins at 0, the position does not"
+
+    # on another machine the settings in the object store say that the run is not new
+    run, elsewhere = (*own[:1], later), ("--job.dump_folder=elsewhere", "--checkpoint.folder=memory://budgets")
+    with pytest.raises(ConfigError, match="budgets"):
+        launch.check(configured(*run, *elsewhere), world_size=2, environ={})
+    ObjectStore("memory://budgets/old").put_files(Path("outputs/old"), [FILE_NAME])
+    launch.check(configured(*run, *elsewhere), world_size=2, environ={})
 
     (path / ".metadata").write_bytes(b"damaged")
     assert refused(*own[:1], f"--training.steps={last + 1}") == "", "the ranks tell"
