@@ -72,12 +72,13 @@ _LAYOUT = ("parallelism.", "fault_tolerance.", "training.steps")
 _OWN = ("fault_tolerance.interface", "fault_tolerance.slots_per_step")
 
 
-def to_toml(config: RunConfig) -> str:
-    """Returns every setting, also defaults, as TOML that loads as an equal RunConfig. Lists of tables are inline."""
+def to_toml(config: RunConfig, *, without: str = "") -> str:
+    """Returns every setting, also defaults, as TOML that loads as an equal RunConfig. Lists of tables are inline. `without`: a key."""
     tables = dict[str, str]()
     for key, text in _texts(as_tables(config)):
-        table, _, name = key.rpartition(".")
-        tables[table] = tables.get(table, f"[{table}]\n") + f"{name} = {text}\n"
+        if key != without:
+            table, _, name = key.rpartition(".")
+            tables[table] = tables.get(table, f"[{table}]\n") + f"{name} = {text}\n"
     return "\n".join(tables.values())
 
 

@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 import models
 from configs.check import check_settings
 from configs.keys import to_text
-from configs.load import load
+from configs.load import HELD_OUT, load, with_share
 from configs.saved import FILE_NAME, to_toml
 from configs.schema import RunConfig
 from contrib.interchange import files
@@ -102,7 +102,9 @@ def import_folder(folder: Path, out: Path, *, config_file: Path, tokenizer: str 
             raise CheckpointFailed(f"{step_0}: not written: {failure}") from None
         manifest = Manifest(0, "model", ("model",), 1, torch.__version__, "", tuple(records))
         checkpoint_files.publish(checkpoints, manifest)
-        (partial / "config.toml").write_text(to_toml(config), encoding="utf-8")
+        # unless it was set, the share follows from the validation of the run that starts here
+        text = to_toml(config, without="" if config.origin.has(HELD_OUT) else HELD_OUT)
+        (partial / "config.toml").write_text(text, encoding="utf-8")
     keys = [f"{name} = {to_text(value)}" for name, value in vars(config.model).items()]
     log.info("%s is written, with these settings:\n\n%s\n", out, "\n".join(["[model]", *keys]))
     log.info("train     ./scripts/run_train.sh %s --training.seq_len ... --optimizer.lr ...", out / "config.toml")
@@ -208,7 +210,7 @@ def settings(source: PublishedWeights, out: Path, config_file: Path) -> RunConfi
         create_seed_checkpoint=False,  # OUT has one
     )
     model = replace(source.published.config, tokenizer_path=str(out / "tokenizer") if source.tokenizer else "")
-    config = replace(base, job=replace(base.job, name=name), model=model, checkpoint=checkpoint)
+    config = with_share(replace(base, job=replace(base.job, name=name), model=model, checkpoint=checkpoint))
     check_settings(config.for_any_machine(), world_size=1)
     return config
 
