@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -48,9 +50,21 @@ class FakeStream:
 
 
 def loader_of(
-    stream: FakeStream, *, split: str = "train", dp_rank: int = 0, dp_size: int = 1, document_mask: bool = False
+    stream: FakeStream,
+    *,
+    split: str = "train",
+    dp_rank: int = 0,
+    dp_size: int = 1,
+    document_mask: bool = False,
+    num_workers: int = 0,
 ) -> StreamingLoader:
-    config = TrainingConfig(dataset_held_out=HELD_OUT, seq_len=8, local_batch_size=2, document_mask=document_mask)
+    config = TrainingConfig(
+        dataset_held_out=HELD_OUT,
+        seq_len=8,
+        local_batch_size=2,
+        document_mask=document_mask,
+        dataloader=DataloaderConfig(num_workers=num_workers),
+    )
     sampler = LocalBatchSampler(4 * dp_size, config.local_batch_size, dp_rank, dp_size)
     return StreamingLoader(stream, ByteTokenizer(), config, sampler, split=split, pin_memory=False)
 
@@ -104,6 +118,26 @@ def test_a_place_is_taken_up_exactly_even_twice(steps: int, texts: list[str]) ->
         resumed.load_state_dict(json.loads(json.dumps(state)))
         state = resumed.state_dict()
     assert before + rows(resumed.load(stretch[steps:])) == whole
+
+
+WORKERS_PROGRAM = """\
+import multiprocessing, os
+from ft.children import LAUNCHER_SIGNALS
+from tests.unit.test_data_streaming import TEXTS, FakeStream, in_split, loader_of, packed, rows
+
+loader = loader_of(FakeStream(TEXTS), num_workers=1)
+loader.state_dict()  # as a checkpoint that is loaded, before anything is read
+[worker] = multiprocessing.active_children()
+for pid in (worker.pid, multiprocessing.forkserver._forkserver._forkserver_pid):
+    for number in LAUNCHER_SIGNALS:  # a scheduler's, for the rank
+        os.kill(pid, number)
+assert rows(loader.load([0, 4])) == packed(in_split(TEXTS, "train"), 8)
+loader.close()
+"""
+
+
+def test_workers_that_start_for_a_checkpoint_ignore_the_signals_of_the_rank() -> None:
+    subprocess.run([sys.executable, "-c", WORKERS_PROGRAM], check=True, timeout=200)  # with a fork server of its own
 
 
 def test_validation_is_the_same_at_every_look() -> None:

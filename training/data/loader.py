@@ -7,6 +7,7 @@ from __future__ import annotations
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import islice
 from multiprocessing import resource_tracker
@@ -227,11 +228,18 @@ class WorkerLoader(BatchLoader):
         end_workers(self._loader)
 
 
-def iterate(loader: DataLoader[Any]) -> Iterator[Any]:
-    """Returns iter(loader). The first call starts the workers, with the launcher's signals blocked."""
+@contextmanager
+def unsignalled_workers() -> Iterator[None]:
+    """Blocks the launcher's signals in the workers that a DataLoader starts in the block, and in the server that forks them."""
     with unsignalled():
         resource_tracker.ensure_running()  # separately, since its start unblocks SIGTERM and SIGINT in this thread
     with unsignalled():
+        yield
+
+
+def iterate(loader: DataLoader[Any]) -> Iterator[Any]:
+    """Returns iter(loader), of which the first call starts the workers."""
+    with unsignalled_workers():
         return iter(loader)
 
 

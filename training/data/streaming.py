@@ -14,7 +14,16 @@ from torch.utils.data import IterableDataset
 
 from training.config import TrainingConfig, need
 from training.data.cache import bucket_of
-from training.data.loader import Batch, BatchLoader, LocalBatchSampler, Task, end_workers, iterate, make_batch
+from training.data.loader import (
+    Batch,
+    BatchLoader,
+    LocalBatchSampler,
+    Task,
+    end_workers,
+    iterate,
+    make_batch,
+    unsignalled_workers,
+)
 from training.data.order import buckets_of
 from training.data.sources import text_of_record
 from training.tokenizer import Tokenizer
@@ -141,7 +150,8 @@ class StreamingLoader(BatchLoader):
 
     def state_dict(self) -> dict[str, Any]:
         """Returns one JSON string under a key of this rank; a checkpoint has those of all ranks."""
-        return {self._key: json.dumps(self._loader.state_dict())}
+        with unsignalled_workers():  # the first call starts them, if nothing has been read yet
+            return {self._key: json.dumps(self._loader.state_dict())}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Goes on at the cursor of this rank, which the checkpoint has if as many data-parallel ranks saved it (Checkpointer._restore)."""
