@@ -196,6 +196,7 @@ def join(backend: str, store: dist.Store, *, global_rank: int, world_size: int, 
 
 
 def gather_texts(world: World, topic: str, text: str) -> list[str]:
-    """Returns the texts of all ranks on `topic` (a name used once). Uses the store, which works when collectives may not."""
-    world.store.set(f"{topic}/{world.global_rank}", text)
-    return [world.store.get(f"{topic}/{rank}").decode() for rank in range(world.world_size)]
+    """Returns the texts of all ranks on `topic`, which may come again. Uses the store, which works when collectives may not."""
+    turn = world.store.add(f"{topic}/{world.global_rank}/calls", 1)
+    world.store.set(f"{topic}/{turn}/{world.global_rank}", text)
+    return [world.store.get(f"{topic}/{turn}/{rank}").decode() for rank in range(world.world_size)]

@@ -1,15 +1,18 @@
 """What is said of a loss or gradient that is not a number."""
 
 import math
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext, suppress
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
 
+import pytest
 import torch
 from torch.distributed import HashStore
 
+from parallelisms.distributed import gather_texts
 from train import LocalStep, Run, SemiSyncRun
 from training.loss import describe_nonfinite
 from training.optimizer import Update
@@ -75,6 +78,16 @@ def test_a_step_without_this_group_names_what_it_left_out_each_time() -> None:
             Run.train_step(run)
     line = "has nothing of this group: rank 0: loss nan at slot 40, positions 40-47"
     assert said == [f"step 5 {line}", f"step 6 {line}"]
+
+
+def test_a_step_that_is_made_again_has_new_texts() -> None:
+    store = HashStore()
+    worlds: list[Any] = [SimpleNamespace(global_rank=rank, world_size=2, store=store) for rank in range(2)]
+    with ThreadPoolExecutor(2) as ranks:
+        for attempt in ("first", "second"):
+            waits = ranks.submit(gather_texts, worlds[0], "step 5", f"{attempt} of 0")
+            wanted = [f"{attempt} of {rank}" for rank in range(2)]
+            assert gather_texts(worlds[1], "step 5", wanted[1]) == waits.result() == wanted
 
 
 def test_a_norm_may_be_too_great_where_each_gradient_is_finite() -> None:
