@@ -361,9 +361,9 @@ class SemiSyncRun(Run):
         for step, slot in enumerate(assignment.slots, assignment.step):
             local = super().compute_step(DataAssignment(step, (slot,)), batches)
             [tokens] = local.tokens_per_slot
-            own_update = self.optimizer_step.step(step, tokens if local.finite else 0)
+            own_update = self.optimizer_step.step(step, tokens) if local.finite else Update(math.nan, 0.0)
             window = window._replace(step=step, losses=local.losses)
-            if not (local.finite and math.isfinite(own_update.grad_norm)):
+            if not math.isfinite(own_update.grad_norm):
                 window = window._replace(finite=False)
                 break  # on all ranks of the group: the window is not used
             self.own_update = own_update if tokens else self.own_update

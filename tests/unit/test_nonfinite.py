@@ -97,20 +97,27 @@ def test_a_norm_may_be_too_great_where_each_gradient_is_finite() -> None:
     assert str(error) == "step 5 not applied: the gradient norm is not finite"
 
 
-def test_a_group_that_steps_by_itself_keeps_such_a_gradient_until_it_is_named() -> None:
+@pytest.mark.parametrize("loss", [3.5, math.nan])
+def test_a_group_that_steps_by_itself_keeps_such_a_gradient_until_it_is_named(loss: float) -> None:
     weight, found = torch.nn.Parameter(torch.ones(2)), list[object]()
 
     class Computed(Run):
         def compute_step(self, assignment: Any, batches: Any) -> LocalStep:
             found.append(weight.grad)
             weight.grad = torch.full((2,), math.nan)
-            return LocalStep([8.0], 3.5, True, assignment.step, [])
+            return LocalStep([8.0], loss, math.isfinite(loss), assignment.step, [])
 
     class OverComputed(SemiSyncRun, Computed): ...
 
     run: Any = object.__new__(OverComputed)
     run.optimizer = torch.optim.SGD([weight])
-    run.optimizer_step = SimpleNamespace(step=lambda step, tokens: Update(math.nan, 0.0))
+
+    def update(step: int, tokens: float) -> Update:
+        if not tokens:
+            run.optimizer.zero_grad()
+        return Update(math.nan, 0.0)
+
+    run.optimizer_step = SimpleNamespace(step=update)
     run.progress, run.loader = MagicMock(), MagicMock()
     for step in (0, 8):
         assert not run.compute_step(SimpleNamespace(step=step, slots=(0, 4))).finite
