@@ -211,6 +211,8 @@ def test_a_corpus_of_one_document_is_split(tmp_path: Path):
     [shard] = store.manifest.shards
     assert (shard.documents, shard.train_documents, shard.train_tokens) == (2, 1, 90)
     assert store.bounds(0).tolist() == [0, 90, 100]
+    full = write(tmp_path / "full", 8, held_out=0.25, shard_tokens=40)  # the last batch fills the last shard
+    assert [shard.train_tokens for shard in full.manifest.shards] == [40, 20]
     writer = StoreWriter(tmp_path / "held", settings(held_out=0.1, shard_tokens=1000))
     writer.add(np.arange(100), np.array([100]), np.array([True]))
     assert [shard.train_tokens for shard in writer.finish().shards] == [90], "held out by its content, too"

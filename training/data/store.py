@@ -162,6 +162,7 @@ class StoreWriter:
         if try_lock(self._journal.fileno()) is False:
             raise ValueError(f"--out {folder}: another process is writing this store")
         self._continue()
+        self._is_full = False
         self._begin_shard()
 
     def _begin_shard(self) -> None:
@@ -172,6 +173,10 @@ class StoreWriter:
 
     def add(self, ids: np.ndarray, lengths: np.ndarray, held_out: np.ndarray) -> None:
         """Appends a batch of documents: concatenated `ids`, `lengths` [D] and `held_out` [D] bool."""
+        if self._is_full:  # ended only now, as the last shard may have to be split
+            self._end_shard()
+            self._begin_shard()
+            self._is_full = False
         ids = ids.astype(TOKEN_TYPES[self._settings.dtype], copy=False)
         self._largest_id = max(self._largest_id, int(ids.max()))
         if held_out.any():
@@ -183,11 +188,9 @@ class StoreWriter:
         self._tokens += len(ids)
 
     def end_batch(self, file: int, document: int) -> None:
-        """Ends the shard if it is full. `file`, `document`: the first document that was not added."""
+        """Ends the shard, if it is full and documents follow. `file`, `document`: the first document that was not added."""
         self.file, self.document = file, document
-        if self._tokens + sum(len(ids) for ids, _ in self._held) >= self._settings.shard_tokens:
-            self._end_shard()
-            self._begin_shard()
+        self._is_full = self._tokens + sum(len(ids) for ids, _ in self._held) >= self._settings.shard_tokens
 
     def finish(self) -> StoreManifest:
         """Ends the last shard and writes the manifest. Raises ValueError if there is no document; OSError."""
