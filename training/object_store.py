@@ -458,16 +458,17 @@ def local_run(run: str, step: int) -> Iterator[Path]:
     check_url("RUN", run)
     store = ObjectStore(run.rstrip("/"))
     with TemporaryDirectory(prefix="pharos-") as name:
-        folder, steps = Path(name), store.steps()
-        if step >= 0 and step not in steps or not steps:
-            raise ValueError(f"{run} has {'steps ' + ', '.join(map(str, steps)) if steps else 'no checkpoint'}")
+        folder, found = Path(name), store.manifests()
+        if step >= 0 and step not in found or not found:
+            raise ValueError(f"{run} has {'steps ' + ', '.join(map(str, found)) if found else 'no checkpoint'}")
         store.fetch_files(folder, ["config.toml"])
-        for candidate in [step] if step >= 0 else reversed(steps):
+        oldest_first = sorted(found, key=lambda each: (manifest.branch if (manifest := found[each]) else 0, each))
+        for candidate in [step] if step >= 0 else reversed(oldest_first):
             try:
                 store.fetch(candidate, folder / "checkpoint")
                 break
             except Damaged:
-                if candidate in (step, steps[0]):
+                if candidate in (step, oldest_first[0]):
                     raise
         yield folder
 

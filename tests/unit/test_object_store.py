@@ -76,7 +76,14 @@ def server() -> Iterator[S3Server]:
 
 
 def checkpoint(
-    folder: Path, step: int, content: str = "", kind: str = "full", *, settled: bool = True, size_bytes: int = 999
+    folder: Path,
+    step: int,
+    content: str = "",
+    kind: str = "full",
+    *,
+    settled: bool = True,
+    size_bytes: int = 999,
+    branch: int = 0,
 ) -> Path:
     """Saves two files on disk."""
     partial, records = files.begin(folder, step), list[FileRecord]()
@@ -85,7 +92,8 @@ def checkpoint(
         (partial / name).write_bytes(data)
         digest.update(memoryview(data))
         records.append(digest.record(name))
-    return files.publish(folder, Manifest(step, kind, ("model",), 1, "2", "", tuple(records), settled))
+    manifest = Manifest(step, kind, ("model",), 1, "2", "", tuple(records), settled, branch=branch)
+    return files.publish(folder, manifest)
 
 
 def newest(store: ObjectStore, folder: Path) -> int:
@@ -211,13 +219,14 @@ def test_files_that_grow_are_put_as_segments(store: ObjectStore, tmp_path: Path)
 def test_a_run_is_read_from_its_url(store: ObjectStore, tmp_path: Path):
     (tmp_path / "config.toml").write_text("the settings")
     store.put_files(tmp_path, ["config.toml"])
-    for step in (2, 4):
-        store.put(checkpoint(tmp_path, step))
+    for step, branch in ((2, 0), (4, 1), (6, 0)):  # step 6 is of the history before the run went back
+        store.put(checkpoint(tmp_path, step, branch=branch))
     with local_run(store.url, -1) as run:
         assert (run / "config.toml").read_text() == "the settings" and files.list_steps(run / "checkpoint") == [4]
         # a damaged one is passed over, as on a disk
         file_system, root = store.place
         file_system.pipe_file(f"{root}/step-4/manifest.json", b"")
+        file_system.rm_file(f"{root}/step-6/manifest.json")
     assert not run.exists()
     with local_run(store.url, -1) as run:
         assert files.list_steps(run / "checkpoint") == [2]
