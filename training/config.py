@@ -41,8 +41,7 @@ class SourceConfig:
         return self.name or Path(self.path).name
 
     def check(self, key: str) -> None:
-        if not self.path:
-            raise ValueError(f'{key}.path = "": must be the folder of a token store')
+        _check_store(key, self)
         if self.epochs and self.tokens:
             raise ValueError(
                 f"{key}.tokens = {self.tokens}: {key}.epochs = {self.epochs:g} is a budget, too; set one of them to 0"
@@ -211,6 +210,8 @@ class ValidationConfig:
     def check(self) -> None:
         if self.sources and not self.enable:
             raise ValueError("validation.sources: validation.enable = false; set it to true, or remove the sources")
+        for index, source in enumerate(self.sources):
+            _check_store(f"validation.sources[{index}]", source)
         _check_labels("validation.sources", self.sources)
 
 
@@ -228,6 +229,14 @@ class ResumeConfig:
     @property
     def keys(self) -> tuple[str, ...]:
         return tuple(filter(None, (key.strip() for key in self.allow.split(","))))
+
+
+def _check_store(key: str, source: SourceConfig | ValidationSourceConfig) -> None:
+    if not source.path:
+        raise ValueError(f'{key}.path = "": must be the folder of a token store')
+    if not source.label:  # "" names the validation set of a run without training.sources
+        near = Path(source.path).resolve().name or "store"
+        raise ValueError(f'{key}.name = "": {key}.path = "{source.path}" has no name to take; nearest: "{near}"')
 
 
 def _check_labels(key: str, sources: Sequence[SourceConfig] | Sequence[ValidationSourceConfig]) -> None:

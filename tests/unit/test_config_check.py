@@ -178,6 +178,8 @@ BETWEEN_SECTIONS = {  # ranks and overrides -> the one message
     "1 --training.skip=[{first=8,end=8}]": "--training.skip[0].end = 8: must exceed training.skip[0].first = 8; nearest: 9",
     "1 --training.dataset=huggingface --training.dataset_path=a/b --training.skip=[{first=8,end=9}]": '--training.skip: training.dataset = "huggingface" is a stream, which has no positions; prepare it with scripts/prepare_data.py, or remove training.skip',
     '1 --validation.sources=[{path="a"}]': "--validation.sources: validation.enable = false; set it to true, or remove the sources",
+    '1 --validation.enable --validation.sources=[{path=""}]': '--validation.sources[0].path = "": must be the folder of a token store',
+    '1 --validation.enable --validation.sources=[{path="/"}]': '--validation.sources[0].name = "": validation.sources[0].path = "/" has no name to take; nearest: "store"',
     "1 --compile.enable --compile.backend=indcutor": '--compile.backend = "indcutor": torch has cudagraphs, inductor, openxla, tvm; nearest: "inductor"',
     "1 --model.name=moe --model.experts_per_token=1": "--model.experts_per_token = 1: with model.normalize_weights = true every weight is 1, and the router has no gradient; nearest: 2, or model.normalize_weights = false",
     "2 --model.name=moe --parallelism.tensor_parallel_degree=2 --model.shared_hidden_dim=33": "--parallelism.tensor_parallel_degree = 2: must divide model.shared_hidden_dim = 33; nearest: 1",
