@@ -18,7 +18,8 @@ from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run by path from any folder
+if __name__ == "__main__":  # run by path, from any folder: not scripts/, whose files could shadow a package
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import torch
 

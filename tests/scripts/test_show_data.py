@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from pathlib import Path
 
@@ -84,3 +85,19 @@ def test_token_files_with_more_numbers_than_the_tokenizer(tmp_path: Path, capsys
 def test_bad_input(argv: list[str], error: str, capsys: pytest.CaptureFixture[str]):
     assert show_data.main(argv) == 2
     assert capsys.readouterr().err == f"show_data: {error}\n"
+
+
+PATHS_PROGRAM = """\
+import contextlib, io, runpy, sys
+folder = sys.argv[1]
+for name in ("generate", "hf", "make_seed_checkpoint", "prepare_data", "show_data"):
+    sys.argv, sys.path[0] = [name], folder  # as Python begins a program that is named by its path
+    with contextlib.suppress(SystemExit), contextlib.redirect_stdout(io.StringIO()):
+        runpy.run_path(f"{folder}/{name}.py", run_name="__main__")
+    assert folder not in sys.path, name
+"""
+
+
+def test_no_file_of_scripts_shadows_a_package():
+    folder = str(Path(show_data.__file__).parent)
+    subprocess.run([sys.executable, "-c", PATHS_PROGRAM, folder], check=True)
