@@ -363,7 +363,8 @@ class Checkpointer:
         one. Raises CheckpointFailed if the store does not answer."""
         assert self._uploader
         later = [step for step in files.list_steps(self.folder) if step >= before]
-        own, stored = files.newest(self.folder, exclude=later), self._stored()
+        own, abandoned = files.newest(self.folder, exclude=later), self._uploader.abandoned
+        stored = {step: found for step, found in self._stored().items() if not found or abandoned.get(step) != found}
         age = {step: found.age if found else (0, step) for step, found in stored.items()}
         own_age = files.age(self.folder, own)
         self._uploader.replaceable.update(stored)  # by this launch, if it trains these steps again
@@ -663,9 +664,16 @@ class Checkpointer:
         there is one. Collective. Raises CheckpointFailed if none of its checkpoints is intact, ValueError."""
         with suppress(CheckpointFailed, OSError):
             self.wait()
-        if is_url(self._config.folder):
-            # not load_step: the run has gone on since
-            self._ranks.on_rank0(lambda: self._fetch(-1, before=step))
+
+        def prepare() -> None:
+            try:
+                self._set_abandoned_aside()
+            except OSError as error:
+                raise CheckpointFailed(f"checkpoint: {self.folder}: {files.reason(error)}") from None
+            if is_url(self._config.folder):
+                self._fetch(-1, before=step)  # not load_step: the run has gone on since
+
+        self._ranks.on_rank0(prepare)
         surveyed = self._survey()
         seed = surveyed.pop(0) if isinstance(found := surveyed.get(0), Manifest) and found.kind == "model" else None
 

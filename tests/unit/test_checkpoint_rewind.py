@@ -34,6 +34,14 @@ def save(job: Job, step: int, branch: int) -> None:
     job.checkpointer.save(step, branch=branch)
 
 
+def test_what_load_step_has_left_is_not_gone_back_to(tmp_path: Path) -> None:
+    Job(tmp_path).step_and_save(2, 4, 6)
+    job = Job(tmp_path, load_step=2)
+    assert job.checkpointer.load() == 2
+    job.checkpointer.rewind(5, [], never)
+    assert job.ledger.state["step"] == 2 and steps_in(tmp_path) == [2]
+
+
 def test_it_goes_back_bit_for_bit_to_the_newest_before_the_spike(tmp_path: Path) -> None:
     once = Job(tmp_path / "once")
     once.train(4)

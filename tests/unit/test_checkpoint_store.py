@@ -143,6 +143,14 @@ def test_a_rewind_is_not_held_to_load_step(tmp_path: Path):
     assert job.ledger.state["step"] == 6
 
 
+def test_what_load_step_has_left_is_not_gone_back_to(tmp_path: Path):
+    saved(tmp_path / "1", 2, 4, 6)
+    job = start(tmp_path / "2", load_step=2)
+    job.checkpointer.load()
+    job.checkpointer.rewind(5, [], lambda: None)
+    assert job.ledger.state["step"] == 2
+
+
 def test_an_earlier_step_is_trained_again(tmp_path: Path):
     """And its new successors take the places of the old ones."""
     saved(tmp_path / "1", 2, 4, 6)

@@ -162,7 +162,6 @@ class StoreWriter:
         if try_lock(self._journal.fileno()) is False:
             raise ValueError(f"--out {folder}: another process is writing this store")
         self._continue()
-        self._is_full = False
         self._begin_shard()
 
     def _begin_shard(self) -> None:
@@ -170,13 +169,13 @@ class StoreWriter:
         self._lengths = list[np.ndarray]()
         self._held = list[tuple[np.ndarray, np.ndarray]]()  # ids and lengths of documents that are held out
         self._tokens = self._largest_id = 0
+        self._is_full = False
 
     def add(self, ids: np.ndarray, lengths: np.ndarray, held_out: np.ndarray) -> None:
         """Appends a batch of documents: concatenated `ids`, `lengths` [D] and `held_out` [D] bool."""
         if self._is_full:  # ended only now, as the last shard may have to be split
             self._end_shard()
             self._begin_shard()
-            self._is_full = False
         ids = ids.astype(TOKEN_TYPES[self._settings.dtype], copy=False)
         self._largest_id = max(self._largest_id, int(ids.max()))
         if held_out.any():
