@@ -1,7 +1,6 @@
 """Work of one rank for bench/parity.py: the reference by one process in plain PyTorch, and a layout's steps compared with it.
 
-Flow: parity.py sends `alone` to one worker per vocabulary, optimizer and document masks, then `beside` to as many workers
-as a case has ranks.
+Flow: parity.py sends `alone` to one worker per vocabulary, optimizer and document masks, then `beside` to a worker per rank of a case.
 The reference ("truth") does not use parallelisms/ or training/loss.py: mean loss and gradient are torch's own.
 """
 
@@ -246,17 +245,14 @@ class Rank:
         self.task, self.case = task, case
         self.coordinate = case.degrees.coordinate(dist.get_rank())
         count = task.global_batch_size // case.degrees.data_parallel
-        self.mine = slice(
-            self.coordinate.dp_rank * count, (self.coordinate.dp_rank + 1) * count
-        )  # of the step's sequences
+        first = self.coordinate.dp_rank * count
+        self.mine = slice(first, first + count)  # of the step's sequences
         self.truth: list[dict[str, Tensor]] = torch.load(task.file(case.key, "gradients"))
         with torch.device("meta"):
             model = build(task, case.vocab_size)
         mesh, device = build_mesh(case.degrees, "cpu"), torch.device("cpu")
         sizes = {"local_batch_size": case.local_batch_size, "seq_len": task.seq_len, "seed": task.seed}
-        self.parallel = parallelize(
-            model, mesh, cross_entropy_sum, case.execution, **sizes, device=device
-        )  # as train.py
+        self.parallel = parallelize(model, mesh, cross_entropy_sum, case.execution, **sizes, device=device)
         self.optimizer = _optimizer(task, case.optimizer, self.parallel.parts)
 
     def rerouted(self) -> list[str]:
@@ -276,15 +272,11 @@ class Rank:
         for hook in hooks:
             hook.remove()
         pieces = pieces_of_ranks(case.degrees.cp, case.execution.parallelism.context_parallel_load_balancer)
-        tokens = (
-            positions(pieces, self.task.seq_len)[at.cp_rank] if case.degrees.cp > 1 else torch.arange(self.task.seq_len)
-        )
-        tokens = tokens.chunk(case.degrees.tp)[at.tp_rank]
-        return [
-            name
-            for name, found in chosen.items()
-            if not torch.equal(torch.cat(found), expected[name][self.mine][:, tokens])
-        ]
+        tokens = torch.arange(self.task.seq_len)
+        if case.degrees.cp > 1:
+            tokens = positions(pieces, self.task.seq_len)[at.cp_rank]
+        mine = {name: expected[name][self.mine][:, tokens.chunk(case.degrees.tp)[at.tp_rank]] for name in chosen}
+        return [name for name, found in chosen.items() if not torch.equal(torch.cat(found), mine[name])]
 
     def moves(self) -> list[Compared]:
         """Compares the change of each weight since the seed checkpoint."""

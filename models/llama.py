@@ -118,9 +118,8 @@ class Llama(Model):
         self.output = Head(config.dim, vocab_size, bias=False)
         self.tied = config.enable_weight_tying
         self.tie_weights()
-        self.register_buffer(
-            "freqs_cis", torch.empty(max_seq_len, config.head_dim // 2, 2), persistent=True
-        )  # [T, D/2, 2]
+        table = torch.empty(max_seq_len, config.head_dim // 2, 2)  # [T, D/2, 2]
+        self.register_buffer("freqs_cis", table, persistent=True)
 
     def forward(
         self,

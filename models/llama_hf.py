@@ -38,9 +38,9 @@ class Entry:
 
     def to_theirs(self, weight: Tensor) -> Iterable[Tensor]:
         """Returns the values of each part with the rows in Hugging Face's order: each head's even rows, then its odd rows."""
-        return (
-            weight.unbind() if "{}" in self.theirs else [self._reordered(weight, -1, 2)]
-        )  # [H, D/2, 2, C] -> [H * D, C]
+        if "{}" in self.theirs:
+            return weight.unbind()
+        return [self._reordered(weight, -1, 2)]  # [H, D/2, 2, C] -> [H * D, C]
 
     def to_ours(self, parts: Iterable[Tensor]) -> Tensor:
         if "{}" in self.theirs:
@@ -88,9 +88,8 @@ class Format:
         "feed_forward.w3": "mlp.up_proj",
         "feed_forward.w2": "mlp.down_proj",
     }
-    supported_values: Mapping[
-        str, tuple[tuple[Any, ...], str]
-    ] = {  # keys of config.json of which only these values are implemented, and why
+    # Keys of config.json of which only these values are implemented, and why
+    supported_values: Mapping[str, tuple[tuple[Any, ...], str]] = {
         "hidden_act": (("silu", "swish"), "the feed-forward here is SwiGLU"),
         "attention_bias": ((False, None), "projections here have no bias"),
         "mlp_bias": ((False, None), "projections here have no bias"),
@@ -146,9 +145,8 @@ class Format:
         yield Entry("tok_embeddings.weight", self.embedding, (vocab_size, config.dim))
         for layer in range(config.n_layers):
             for ours, theirs in self.names(config, layer).items():
-                leaf = (
-                    "" if ".experts." in ours or ours.endswith(".bias") else ".weight"
-                )  # these are parameters, not modules
+                is_parameter = ".experts." in ours or ours.endswith(".bias")  # else a module
+                leaf = "" if is_parameter else ".weight"
                 names = f"layers.{layer}.{ours}{leaf}", f"model.layers.{layer}.{theirs}{leaf}"
                 yield Entry(*names, shapes.get(ours, (config.dim,)), heads.get(ours, 0))
         yield Entry("norm.weight", "model.norm.weight", (config.dim,))

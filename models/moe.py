@@ -126,9 +126,8 @@ class MoE(nn.Module):
         weights, chosen = self.router(x)  # [B, T, k] fp32 and int64
         flat = chosen.flatten()  # [N * k]
         order = flat.argsort(stable=True)  # by expert, then by token
-        counts = flat.new_zeros(self.router.weight.shape[0]).scatter_add_(
-            0, flat, torch.ones_like(flat)
-        )  # bincount would sync
+        counts = flat.new_zeros(self.router.weight.shape[0])
+        counts.scatter_add_(0, flat, torch.ones_like(flat))  # bincount would sync
         rows = x.flatten(0, 1).repeat_interleave(chosen.shape[-1], 0)[order]  # [M, C], M = N * k
         rows = self.experts.dispatch_and_combine(rows, counts)  # [M, C]
         rows = rows[order.argsort()].unflatten(0, chosen.shape)  # [B, T, k, C]

@@ -53,16 +53,14 @@ def all_to_all_dispatch(experts: Experts, ep: int, group: str) -> Callable[[Tens
         collectives = torch.ops._c10d_functional
         per_rank = len(counts) // ep
         even = [per_rank] * ep
-        arriving = collectives.wait_tensor(
-            collectives.all_to_all_single(counts, even, even, group)
-        )  # by rank, then by expert
+        arriving = collectives.all_to_all_single(counts, even, even, group)
+        arriving = collectives.wait_tensor(arriving)  # by rank, then by expert
         sizes = torch.stack((counts, arriving)).unflatten(1, (ep, per_rank)).sum(2)  # [2, ep]
         sent, received = ops.host_sizes(sizes, len(rows))
         rows = cast(Tensor, AllToAll.apply(rows, received, sent, group))  # by rank, then by expert
         expert = torch.arange(per_rank, device=rows.device).repeat(ep)
-        order = expert.repeat_interleave(arriving, output_size=len(rows)).argsort(
-            stable=True
-        )  # by expert, then by rank
+        expert = expert.repeat_interleave(arriving, output_size=len(rows))
+        order = expert.argsort(stable=True)  # by expert, then by rank
         rows = experts(rows[order], arriving.unflatten(0, (ep, per_rank)).sum(0))
         return cast(Tensor, AllToAll.apply(rows[order.argsort()], sent, received, group))
 
@@ -82,10 +80,8 @@ class AllToAll(Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         collectives = torch.ops._c10d_functional
-        grad = collectives.wait_tensor(
-            collectives.all_to_all_single(grad.contiguous(), ctx.sent, ctx.received, ctx.group)
-        )
-        return grad, None, None, None
+        grad = collectives.all_to_all_single(grad.contiguous(), ctx.sent, ctx.received, ctx.group)
+        return collectives.wait_tensor(grad), None, None, None
 
 
 def check_experts(model: Model, degrees: ParallelDims, config: ParallelismConfig) -> None:

@@ -82,10 +82,10 @@ def parse(argv: list[str]) -> argparse.Namespace:
     options = parser.parse_args(argv)
     if not options.verify and not (options.sources and options.out):
         parser.error("needs SOURCE... and --out DIR, or --verify DIR")
-    for name, legal in (("held_out", 0 <= options.held_out < 1), ("processes", options.processes >= 1)):
-        if not legal:
-            value, bounds = getattr(options, name), ">= 0 and < 1" if name == "held_out" else ">= 1"
-            parser.error(f"--{name.replace('_', '-')} {value}: must be {bounds}")
+    if not 0 <= options.held_out < 1:
+        parser.error(f"--held-out {options.held_out}: must be >= 0 and < 1")
+    if options.processes < 1:
+        parser.error(f"--processes {options.processes}: must be >= 1")
     if options.shard_tokens < 1:
         parser.error(f"--shard-tokens {options.shard_tokens}: must be >= 1")
     return options
@@ -239,9 +239,8 @@ def _begin(tokenizer_path: str, held_out: float) -> None:
             parent.join()
             os._exit(1)
 
-        threading.Thread(
-            target=end_with_parent, daemon=True
-        ).start()  # a killed parent would leave it waiting for tasks
+        # A killed parent would leave it waiting for tasks
+        threading.Thread(target=end_with_parent, daemon=True).start()
 
 
 def _encode(documents: list[bytes]) -> Encoded:

@@ -373,9 +373,8 @@ def check_checkpoint(path: Path, manifest: Manifest, config: RunConfig, *, dtype
     # Computed buffers, such as the rotary embedding of the training, must be those that config.json describes
     for name in (name for name in buffers if name in reader.tensors):
         saved_values, plain = reader.read(name), name.removeprefix("model.")
-        tolerance = (
-            1e-5 if saved_values.dtype == torch.float32 else 1e-2
-        )  # rounded if only weights were saved, in 16 bits
+        # rounded if only weights were saved, in 16 bits
+        tolerance = 1e-5 if saved_values.dtype == torch.float32 else 1e-2
         expected_values = format.buffers(model, len(saved_values))[plain]
         if not torch.allclose(saved_values.float(), expected_values, rtol=0, atol=tolerance):
             raise ValueError(

@@ -53,9 +53,8 @@ FAILURES = {1: "before the last bucket", 2: "behind the last bucket", 3: "of one
 class Trained:
     """What one rank of one group saw."""
 
-    weights: list[str] = field(
-        default_factory=list
-    )  # their digest after each step; of a mixture also that of their averages
+    # their digest after each step; of a mixture also that of their averages
+    weights: list[str] = field(default_factory=list)
     computed: list[int] = field(default_factory=list)  # steps whose forward and backward ran
     sent: list[int] = field(default_factory=list)  # buckets that were on their way before the schedule had run
     abandoned: list[int] = field(default_factory=list)  # generations, by committed steps

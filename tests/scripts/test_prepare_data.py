@@ -109,9 +109,8 @@ def test_every_kind_of_file_gives_the_same_documents(tmp_path: Path):
 @pytest.mark.parametrize("packed", ["", ".gz", ".zst"])
 def test_text_files_long_and_short(tmp_path: Path, packed: str):
     opener: Any = {"": open, ".gz": gzip.open, ".zst": import_module(ZSTD).open}[packed]
-    long = "".join(
-        f"line {number} \N{GREEK SMALL LETTER OMEGA}\n" for number in range(100_000)
-    )  # above LONG_TEXT_BYTES
+    # above LONG_TEXT_BYTES
+    long = "".join(f"line {number} \N{GREEK SMALL LETTER OMEGA}\n" for number in range(100_000))
     for name, text in (("a.txt", DOCUMENTS[0]), ("b.txt", long)):
         with opener(f"{name}{packed}", "wb") as file:
             file.write(text.encode())

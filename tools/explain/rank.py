@@ -510,10 +510,8 @@ def by_axis(step: MeasuredStep, mesh: DeviceMesh, parts: Iterable[Model]) -> Mea
         group = sharding.get_group(axis)
         if group.size() > 1:
             axes[group.group_name] = effective_axis(axis, dp_shard=mesh[DP_SHARD].size(), cp=mesh[CP].size())
-    for experts in (
-        module for part in parts for module in part.modules() if isinstance(module, Experts)
-    ):  # on a mesh of their own
-        own = cast(DTensor, next(experts.parameters())).device_mesh
+    for experts in (module for part in parts for module in part.modules() if isinstance(module, Experts)):
+        own = cast(DTensor, next(experts.parameters())).device_mesh  # a mesh of their own
         for axis in own.mesh_dim_names or ():
             if own[axis].size() > 1:
                 axes.setdefault(own.get_group(axis).group_name, axis)
