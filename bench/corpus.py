@@ -14,7 +14,6 @@ import io
 import json
 import os
 import random
-import re
 import signal
 import subprocess
 import sys
@@ -30,6 +29,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from bench.job import ROOT, memory_bytes
 from bench.pairs import in_turns, machine, parser, ratio, spread, table
 from training.config import TrainingConfig, ValidationConfig
 from training.data.dataset import open_data
@@ -39,7 +39,6 @@ from training.data.store import FORMAT, Store, StoreSettings, StoreWriter
 from training.log import Log
 from training.tokenizer import ByteTokenizer, build_tokenizer
 
-ROOT = Path(__file__).resolve().parents[1]
 KILLS, ROUNDS, SEED = 5, 5, 1
 SHARE, OPEN_S, OPEN_BYTES = 0.8, 5.0, 1e9  # bounds
 SHARD_TOKENS = 1 << 26  # documents of the opened store have two ids
@@ -156,17 +155,11 @@ def kill_and_resume(size: float) -> int:
     return 1 if wrong else 0
 
 
-OPENED = """
-import sys
-from bench.corpus import first_batch
-first_batch()
-"""
-
-
 def measure_opening(documents: int) -> int:
     write_store(documents)
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run([sys.executable, "-c", OPENED], env=env, check=True, capture_output=True, text=True)
+    program = [sys.executable, "-c", "from bench.corpus import first_batch; first_batch()"]
+    done = subprocess.run(program, env=env, check=True, capture_output=True, text=True)
     seconds, anonymous = map(float, done.stdout.split()[-2:])
     reached = seconds < OPEN_S and anonymous < OPEN_BYTES
     print(
@@ -194,11 +187,7 @@ def write_store(documents: int) -> None:
 
 def first_batch() -> None:
     """Prints seconds and bytes of memory that is not of a file, until the first batch of the store."""
-
-    def anonymous() -> int:
-        return int(re.findall(r"RssAnon:\s+(\d+)", Path("/proc/self/status").read_text())[0]) << 10
-
-    before, began = anonymous(), time.monotonic()
+    before, began = memory_bytes("RssAnon"), time.monotonic()
     config = TrainingConfig(dataset="store", dataset_path="store")
     data = open_data(
         config, ValidationConfig(enable=True), build_tokenizer(""), "unused", log=Log(stream=io.StringIO())
@@ -206,7 +195,7 @@ def first_batch() -> None:
     loader = data.loader(LocalBatchSampler(8, 8, 0, 1))
     [batch] = islice(loader.load([0]), 1)
     assert batch.inputs.shape == (8, config.seq_len)
-    print(time.monotonic() - began, anonymous() - before)
+    print(time.monotonic() - began, memory_bytes("RssAnon") - before)
     loader.close()
 
 

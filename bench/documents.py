@@ -16,7 +16,6 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from bench.job import ROOT
 from bench.pairs import asking, in_turns, machine, parser, ratio, table
 from bench.step import OURS, SIZES, start
 
@@ -33,14 +32,12 @@ def main() -> None:
         threads=(len(os.sched_getaffinity(0)), "number of CPUs and threads per side"),
     )
     options = flags.parse_args()
-    env = {"OMP_NUM_THREADS": str(options.threads), "PYTHONPATH": str(ROOT)}
-    cpus = sorted(os.sched_getaffinity(0))[: options.threads]
     sizes = {**SIZES, "seq": SEQ_LEN, "batch": BATCH}
     settings = [options.setting, *(f"{options.setting} documents={length}" for length in LENGTHS)]
     with ExitStack() as stack:
         workers = []
         for setting in settings:
-            worker = start(OURS, setting, sizes, options.device, peer_python=sys.executable, env=env, cpus=cpus)
+            worker = start(OURS, setting, sizes, options.device, threads=options.threads)
             workers.append(stack.enter_context(closing(worker)))
             worker.answer()
         answers = in_turns(asking(workers, do="run", steps=1), options.rounds, warm=1)

@@ -78,7 +78,7 @@ def cpu_s(pid: int) -> float:
 
 
 def memory_bytes(field: str, pid: int | str = "self") -> int:
-    """Returns memory of a process (Linux). `field`: VmRSS, resident now, or VmHWM, its peak."""
+    """Returns memory of a process (Linux). `field`: VmRSS, resident now; RssAnon, of that not of a file; VmHWM, the peak."""
     return 1024 * int(re.findall(rf"{field}:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text(encoding="utf-8"))[0])
 
 

@@ -57,13 +57,15 @@ Step = Callable[[Tensor, Tensor], Any]  # inputs, labels [B, T]
 
 
 def start(
-    side: str, setting: str, sizes: Mapping[str, int], device: str, *, peer_python: str, env: Mapping[str, str] | None = None,
-    cpus: Sequence[int] = (), limit_s: float | None = None,
+    side: str, setting: str, sizes: Mapping[str, int], device: str, *, peer_python: str = sys.executable, threads: int = 0,
+    env: Mapping[str, str] | None = None, limit_s: float | None = None,
 ) -> Worker:  # fmt: skip
-    """Starts the process of a side, without waiting until it is ready."""
+    """Starts the process of a side, without waiting until it is ready. `threads`: number of its CPUs and threads; 0: not limited."""
+    cpus = sorted(os.sched_getaffinity(0))[:threads]
+    own = {"OMP_NUM_THREADS": str(threads), "PYTHONPATH": str(ROOT)} if threads else {}
     arguments = {"side": side, "setting": setting, "sizes": sizes, "device": device, "cpus": cpus}
     command = [sys.executable if side == OURS else peer_python, __file__, "--side", json.dumps(arguments)]
-    return Worker(f"{side} {setting}", command, env or {}, limit_s=limit_s)
+    return Worker(f"{side} {setting}", command, {**own, **(env or {})}, limit_s=limit_s)
 
 
 def main() -> None:
@@ -79,16 +81,15 @@ def main() -> None:
     )
     flags.add_argument("--env", nargs="*", default=[], metavar="NAME=VALUE", help="environment variables for all sides")
     options = flags.parse_args()
-    env = {"OMP_NUM_THREADS": str(options.threads), "PYTHONPATH": str(ROOT)}
-    env |= dict(pair.split("=", 1) for pair in options.env)
-    where = {"peer_python": options.peer_python, "env": env, "cpus": sorted(os.sched_getaffinity(0))[: options.threads]}
+    env = dict(pair.split("=", 1) for pair in options.env)
+    how: Any = {"peer_python": options.peer_python, "threads": options.threads, "env": env}
     workers, first_steps = list[Worker](), dict[str, float]()
     with ExitStack() as stack:
         # one after the other, so that compilations do not overlap
         for side, setting in ((side, setting) for side, settings in SETTINGS.items() for setting in settings):
             if not re.search(options.only, f"{side} {setting}"):
                 continue
-            worker = stack.enter_context(closing(start(side, setting, MODELS[options.model], options.device, **where)))
+            worker = stack.enter_context(closing(start(side, setting, MODELS[options.model], options.device, **how)))
             try:
                 first_steps[worker.name] = worker.answer()["seconds"]
                 workers.append(worker)
