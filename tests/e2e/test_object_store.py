@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import signal
-import subprocess
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
@@ -17,7 +15,7 @@ from bench.resume import checkpoint_digests
 from scripts.samples import RunBegin, read
 from tests.e2e.kill_while_putting import PART_BYTES
 from tests.s3_server import BUCKET, S3Server, use
-from tests.scripts.tiny_job import CONFIG, ENV, ROOT, WAIT_S, Started, python, write_job
+from tests.scripts.tiny_job import CONFIG, ENV, ROOT, WAIT_S, Started, finished, python, write_job
 from tests.unit.test_object_store import checkpoint
 from training.checkpoint import progress_in
 from training.checkpoint_files import read_verified
@@ -40,10 +38,7 @@ def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[S3Server
 
 
 def train(*arguments: str, code: int = 0, command: Sequence[str] = COMMAND) -> str:
-    done = subprocess.run(
-        [*command, *arguments], env={**os.environ, **ENV}, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == code, done.stdout + done.stderr
+    done = finished([*command, *arguments], code=code)
     return done.stdout + done.stderr
 
 

@@ -8,7 +8,6 @@ import json
 import os
 import re
 import signal
-import subprocess
 from contextlib import ExitStack, closing
 from pathlib import Path
 
@@ -17,7 +16,7 @@ import pytest
 from bench.job import rows
 from bench.resume import checkpoint_digests
 from scripts.samples import SampleRow, prove, read
-from tests.scripts.tiny_job import CONFIG, ENV, ROOT, WAIT_S, Started, write_job
+from tests.scripts.tiny_job import CONFIG, ENV, ROOT, WAIT_S, Started, finished, write_job
 
 pytestmark = pytest.mark.timeout(3 * WAIT_S)  # several jobs, each rank with an import of torch
 RULE = ["--training.spike_window=4", "--training.spike_factor=1.5"]
@@ -37,8 +36,7 @@ def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def train(*arguments: str, name: str = "tiny", code: int = 0) -> str:
     command = [f"{ROOT}/scripts/run_train.sh", "tiny.toml", f"--job.name={name}", *arguments]
-    done = subprocess.run(command, env={**os.environ, **ENV}, capture_output=True, text=True, check=False)
-    assert done.returncode == code, done.stdout + done.stderr
+    done = finished(command, code=code)
     return done.stdout + done.stderr
 
 

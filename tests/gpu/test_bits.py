@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import subprocess
 import sys
 from pathlib import Path
 
@@ -13,11 +12,11 @@ from torch import Tensor
 from bench.resume import TINY, compare
 from models import llama
 from tests.gpu.devices import one_device
+from tests.scripts.tiny_job import ROOT, finished
 from training.loss import cross_entropy_sum
 
 pytestmark = one_device
 
-ROOT = Path(__file__).resolve().parents[2]
 N = 4  # steps before the stop, and after it
 SIZES = llama.Config(dim=256, n_layers=4, n_heads=8, n_kv_heads=4, hidden_dim=704)
 VOCAB_SIZE, T = 512, 128
@@ -29,8 +28,7 @@ def train(folder: Path, steps: int, *settings: str) -> None:
         f"--training.steps={steps}", f"--lr_scheduler.total_steps={2 * N}", f"--checkpoint.interval={N}",
         "--training.deterministic=true", *settings,
     ]  # fmt: skip
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-4000:]
+    finished(command, cwd=ROOT)
 
 
 def test_a_run_that_goes_on_is_the_run_that_was_not_stopped(tmp_path: Path) -> None:

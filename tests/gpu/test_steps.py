@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import gzip
 import json
-import os
-import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
@@ -17,10 +15,10 @@ import torch
 from parallelisms.device import DEVICE_TRAITS
 from parallelisms.loss import fp32_addmm
 from tests.gpu.devices import one_device
+from tests.scripts.tiny_job import ROOT, finished
 
 pytestmark = pytest.mark.timeout(600)
 
-ROOT = Path(__file__).resolve().parents[2]
 WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "cudaMemcpy")  # of CUDA's runtime
 TRACED = 8
 SETTINGS = (
@@ -34,11 +32,10 @@ SETTINGS = (
 GROUPS = ("--fault_tolerance.enable=true", "--fault_tolerance.min_replica_size=1")
 
 
-def waits(folder: Path, *settings: str, env: dict[str, str] | None = None) -> Counter[str]:
+def waits(folder: Path, *settings: str, **env: str) -> Counter[str]:
     """Of the traced step, on the thread that trains."""
     command = [sys.executable, "train.py", "configs/llama.toml", f"--job.dump_folder={folder}", *SETTINGS, *settings]
-    done = subprocess.run(command, cwd=ROOT, env={**os.environ, **(env or {})}, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-4000:]
+    finished(command, cwd=ROOT, **env)
     [trace] = folder.glob("**/rank-0.json.gz")
     with gzip.open(trace, "rt") as file:
         events: list[dict[str, Any]] = json.load(file)["traceEvents"]
@@ -81,7 +78,7 @@ def test_the_host_waits_for_what_decides_and_for_nothing_else(tmp_path: Path) ->
     lighthouse = server.LighthouseServer("127.0.0.1:0", 1)
     try:
         env = {"TORCHFT_LIGHTHOUSE": lighthouse.address(), "REPLICA_GROUP_ID": "0", "NUM_REPLICA_GROUPS": "1"}
-        in_group = waits(tmp_path / "group", *GROUPS, "--fault_tolerance.process_group=baby_nccl", env=env)
+        in_group = waits(tmp_path / "group", *GROUPS, "--fault_tolerance.process_group=baby_nccl", **env)
     finally:
         lighthouse.shutdown()
     assert sum(alone.values()) <= 2, alone

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -14,24 +12,15 @@ import pytest
 import torch.distributed as dist
 
 from parallelisms.distributed import CommConfig, launch_store, open_store, parse_init_method, why_unusable
+from tests.scripts.tiny_job import python
 from tests.unit.fakes import set_cuda
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.timeout(240)
 def test_ranks_meet_in_each_way(tmp_path: Path):
-    ran = subprocess.run(
-        [sys.executable, "-m", "tests.multiproc.meeting_ranks", str(tmp_path)],
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert ran.returncode == 0, ran.stderr
+    said = python("-m", "tests.multiproc.meeting_ranks", tmp_path)
     expected = {f"{way} {rank}: 3.0 ['rank 0', 'rank 1'] yes" for way in ("env", "file", "tcp") for rank in range(2)}
-    assert set(ran.stdout.split("\n")) - {""} == expected
+    assert set(said.split("\n")) - {""} == expected
 
 
 @pytest.mark.parametrize(

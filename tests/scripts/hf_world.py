@@ -17,7 +17,6 @@ from scripts.generate import load_model
 from tests.unit import test_tokenizer as tokenizers
 from training.tokenizer import ByteTokenizer
 
-ROOT = Path(__file__).resolve().parents[2]
 V, T = 300, 64
 LLAMA3 = {
     "rope_type": "llama3",

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from tests.scripts.tiny_job import ENV, ROOT, copy_repository
+from tests.scripts.tiny_job import ROOT, copy_repository, finished
 
 pytestmark = pytest.mark.timeout(900)  # many starts in one test, each with an import of torch
 FENCE = re.compile(r"^```\w+ (\S+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -40,10 +38,7 @@ def test_the_guide_leads_to_a_model_that_holds_in_every_layout(tmp_path: Path):
     for command in commands:
         only = ["--only", "^(one rank|tp 2|fsdp 2), SGD"] if "parity" in command else []  # the others take minutes
         words = [sys.executable if word == ".venv/bin/python" else word for word in command.split()]
-        env = {**os.environ, **ENV}
-        done = subprocess.run([*words, *only], cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stdout + done.stderr
-        said = done.stdout
+        said = finished([*words, *only], cwd=tmp_path).stdout
     assert "3 of 3 cases hold" in said
     rows = [json.loads(line) for line in (tmp_path / "outputs/tiny_qwen3/metrics.jsonl").read_text().splitlines()]
     losses = [row["loss"] for row in rows if "loss" in row]
@@ -61,12 +56,8 @@ def test_a_model_without_a_cache_trains_and_saves_and_says_so(tmp_path: Path):
     (tmp_path / "uncached.toml").write_text(
         FILES["configs/tiny_qwen3.toml"].replace('"qwen3"\n', '"uncached"\n').replace("head_dim = 24\n", "")
     )
-    environ = {**os.environ, **ENV}
-    run = ["./scripts/run_train.sh", "uncached.toml", "--training.steps=3"]
-    done = subprocess.run(run, cwd=tmp_path, env=environ, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
+    done = finished(["./scripts/run_train.sh", "uncached.toml", "--training.steps=3"], cwd=tmp_path)
     assert "no text sample: the model has no new_cache" in done.stdout and "Traceback" not in done.stdout + done.stderr
     assert (tmp_path / "outputs/uncached/checkpoint/step-3/manifest.json").exists()
-    text = [sys.executable, "scripts/generate.py", "outputs/uncached"]
-    done = subprocess.run(text, cwd=tmp_path, env=environ, capture_output=True, text=True, check=False)
-    assert done.returncode == 2 and done.stderr.startswith("generate: the model has no new_cache")
+    done = finished([sys.executable, "scripts/generate.py", "outputs/uncached"], cwd=tmp_path, code=2)
+    assert done.stderr.startswith("generate: the model has no new_cache")

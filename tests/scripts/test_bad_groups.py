@@ -13,9 +13,8 @@ from pathlib import Path
 import pytest
 
 from ft import LighthouseServer
-from tests.scripts.tiny_job import WAIT_S, Started, write_job
+from tests.scripts.tiny_job import ROOT, WAIT_S, Started, write_job
 
-ROOT = Path(__file__).resolve().parents[2]
 TOKEN = "a" * 32
 NOBODY = "http://127.0.0.1:1"  # no lighthouse listens there
 

@@ -4,26 +4,22 @@ from __future__ import annotations
 
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from bench.bits import apart, compare
 from bench.resume import checkpoint, checkpoint_values
+from tests.scripts.tiny_job import ROOT, python
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.filterwarnings("ignore:torch.distributed is disabled")]
-ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.long  # both tiers have e2e/test_interventions.py, whose jobs with a kill equal undisturbed ones
 def test_a_kill_does_not_reach_the_weights(tmp_path: Path) -> None:
-    program = [sys.executable, str(ROOT / "bench" / "bits.py"), "--quick", "--keep", str(tmp_path)]
-    done = subprocess.run(program, cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    found = re.search(r"killed: \d in step \d+; (\d+) steps .* equal$", done.stdout.strip())
-    assert found, done.stdout
+    said = python(ROOT / "bench" / "bits.py", "--quick", "--keep", tmp_path)
+    found = re.search(r"killed: \d in step \d+; (\d+) steps .* equal$", said.strip())
+    assert found, said
 
     last = int(found[1])
     killed, calm = (tmp_path / f"both-{history}" for history in ("killed", "calm"))

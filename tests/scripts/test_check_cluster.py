@@ -24,8 +24,8 @@ import pytest
 
 from bench.drill_job import SUBNET, Network
 from bench.job import descendants
+from tests.scripts.tiny_job import ROOT, finished
 
-ROOT = Path(__file__).resolve().parents[2]
 CHECK, FAULTS = ROOT / "scripts" / "check_cluster.py", ROOT / "tests" / "scripts" / "cluster_faults.py"
 # --slow: ranks beside other programs on two cores hold each other up; what is named at which share is test_cluster_verdicts.py's.
 SMALL = ("--sizes", "1KiB", "--disk_mib", "0.1", "--timeout", "20", "--slow", "0.02")
@@ -193,25 +193,21 @@ def test_an_error_is_its_ranks(ran: dict[str, Future[Ran]], name: str):
 )  # fmt: skip
 def test_bad_input_is_told_before_torch_is_imported(arguments: list[str], env: dict[str, str], message: str):
     command = [sys.executable, "-X", "importtime", CHECK, *arguments]
-    ran = subprocess.run(command, env={**os.environ, **env}, capture_output=True, text=True, check=False)
-    assert ran.returncode == 2 and f"check_cluster: {message}" in ran.stderr
+    ran = finished(command, code=2, **env)
+    assert f"check_cluster: {message}" in ran.stderr
     assert "| torch\n" not in ran.stderr and ran.stdout == ""
 
 
 def test_the_ranks_of_torchrun(tmp_path: Path):
     """srun's are in test_slurm.py."""
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", CHECK, *SMALL, "--folder", tmp_path]
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    ran = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
-    assert ran.returncode == 0 and "2 ranks on 1 host" in ran.stdout and "no findings" in ran.stdout, ran
+    said = finished(command, CUDA_VISIBLE_DEVICES="").stdout
+    assert "2 ranks on 1 host" in said and "no findings" in said, said
 
 
 def test_bad_init_methods_are_told():
     """By the rules of comm.init_method (tests/multiproc/test_init_methods.py)."""
-    command = [sys.executable, CHECK, "--init_method", "tcp://nowhere"]
-    ran = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert ran.returncode == 2
-    assert ran.stderr == (
+    assert finished([sys.executable, CHECK, "--init_method", "tcp://nowhere"], code=2).stderr == (
         'check_cluster: --init_method = "tcp://nowhere": must be tcp://host:port with a port from 1 to 65535; it takes "env://", '
         '"file:///path/on/a/shared/disk" or "tcp://host:port" of rank 0; nearest: "env://"\n'
     )

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 from examples.distributed_basics import partition
+from tests.scripts.tiny_job import ROOT, finished
 
-ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = ROOT / "examples" / "distributed_basics.py"
+ENV = {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}  # without GPUs: the same backend on every machine
 LINES = """\
 env://: 3 ranks form a group with gloo
 tcp://: 3 ranks form a group with gloo
@@ -56,18 +55,9 @@ def killed(rank: int, size: int) -> None:
     dist.barrier()
 
 
-def run(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    """Runs python without GPUs, for the same backend on every machine, and with the repository on the path of modules."""
-    environ = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, *arguments]
-    return subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=110, check=False)
-
-
 @pytest.mark.timeout(120)
 def test_every_line():
-    done = run(PROGRAM, "--ranks", "3")
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == LINES
+    assert finished([sys.executable, PROGRAM, "--ranks", "3"], **ENV).stdout == LINES
 
 
 @pytest.mark.timeout(120)
@@ -77,8 +67,7 @@ def test_every_line():
 )
 def test_a_rank_that_fails_fails_the_program(part: str, cause: str):
     imports = f"from examples.distributed_basics import main; from tests.scripts.test_distributed_basics import {part}"
-    done = run("-c", f"{imports}; main(2, ({part},))")
-    assert done.returncode == 1, done.stderr
+    done = finished([sys.executable, "-c", f"{imports}; main(2, ({part},))"], code=1, **ENV)
     assert cause in done.stderr
     assert done.stdout.splitlines()[-1].startswith("barrier: 2 ranks")
 

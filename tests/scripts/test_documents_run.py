@@ -12,10 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.scripts.tiny_job import ENV, copy_repository
+from tests.scripts.tiny_job import ENV, ROOT, copy_repository
 
 pytestmark = pytest.mark.timeout(900)  # a dozen starts in one test, each with an import of torch
-ROOT = Path(__file__).resolve().parents[2]
 PAGES = ("README.md", "CONTRIBUTING.md", *(f"docs/{page.name}" for page in sorted((ROOT / "docs").glob("*.md"))))
 SMALL = """
 [model]

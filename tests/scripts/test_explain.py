@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
+import pytest
 
+from tests.scripts.tiny_job import ROOT, finished
 
 # Its own process: a child's peak counts what it was before it became the program, which is a copy of whoever started it.
 MEASURE = """
@@ -19,19 +18,12 @@ sys.exit(done.returncode)
 """
 
 
-def test_512_ranks_are_explained_here(tmp_path: Path):
-    environment = {name: value for name, value in os.environ.items() if name not in ("WORLD_SIZE", "NPROC", "NGPU")}
+def test_512_ranks_are_explained_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    for name in ("WORLD_SIZE", "NPROC", "NGPU"):
+        monkeypatch.delenv(name, raising=False)
     command = [sys.executable, ROOT / "scripts" / "launch.py", ROOT / "configs" / "llama3_405b.toml", "--explain"]
-    done = subprocess.run(
-        [sys.executable, "-c", MEASURE, *command],
-        cwd=tmp_path,
-        env={**environment, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    text, peak = done.stdout, int(done.stdout.rpartition("peak ")[2])
+    text = finished([sys.executable, "-c", MEASURE, *command], cwd=tmp_path).stdout
+    peak = int(text.rpartition("peak ")[2])
     assert (peak if sys.platform == "linux" else peak // 1024) < 1 << 20, f"{peak} KiB"
     for line in (
         "llama3_405b.toml: 512 ranks on one CUDA GPU each, pp 8 x dp_shard 8 x tp 8.",

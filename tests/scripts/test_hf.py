@@ -14,8 +14,8 @@ from configs.load import load
 from models import llama, moe, moe_hf
 from scripts import make_seed_checkpoint
 from scripts.generate import load_model
-from tests.scripts.hf_world import KINDS, ROOT, V, our_logits, run, same, saved, tensors, their_logits, tokenizers_of
-from tests.scripts.tiny_job import python
+from tests.scripts.hf_world import KINDS, V, our_logits, run, same, saved, tensors, their_logits, tokenizers_of
+from tests.scripts.tiny_job import ROOT, python
 from training.checkpoint import CheckpointConfig
 from training.checkpoint_files import read_manifest, verify
 from training.log import Log

@@ -8,7 +8,6 @@ import os
 import re
 import shutil
 import signal
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -24,8 +23,8 @@ from configs.load import load
 from contrib.interchange.files import Weights, landing
 from contrib.interchange.hf import TensorByTensor
 from scripts import make_seed_checkpoint
-from tests.scripts.hf_world import ROOT, refusal, run, tokenizers_of
-from tests.scripts.tiny_job import python
+from tests.scripts.hf_world import refusal, run, tokenizers_of
+from tests.scripts.tiny_job import ROOT, finished, python
 from training.checkpoint_files import list_steps
 
 # transformers is imported, and some tests start processes, each with an import of torch
@@ -420,9 +419,7 @@ def test_without_safetensors_one_line_says_how_to_install_it(tmp_path: Path):
     """In a process of its own, where it cannot be found."""
     blocked = "import sys; sys.modules['safetensors'] = None; sys.argv = ['hf.py', 'import', 'a', 'b']; "
     script = blocked + f"import runpy; runpy.run_path({str(ROOT / 'scripts' / 'hf.py')!r}, run_name='__main__')"
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
-    [line] = done.stderr.splitlines()
-    assert done.returncode == 2
+    [line] = finished([sys.executable, "-c", script], code=2).stderr.splitlines()
     assert line.startswith("hf: hf.py import: needs the package safetensors, which is not installed;")
     assert line.endswith('-m pip install ".[hf]"')
 

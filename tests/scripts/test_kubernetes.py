@@ -17,9 +17,8 @@ import pytest
 import yaml
 
 from tests.scripts.slurm_cluster import free_ports
-from tests.scripts.tiny_job import CONFIG, assert_exact, newest, write_job
+from tests.scripts.tiny_job import CONFIG, ROOT, assert_exact, newest, write_job
 
-ROOT = Path(__file__).resolve().parents[2]
 WAIT_S = 240.0
 JOB_INDEX = "metadata.labels['jobset.sigs.k8s.io/job-index']"
 pytestmark = pytest.mark.timeout(3 * WAIT_S)

@@ -5,9 +5,7 @@ from __future__ import annotations
 import gzip
 import hashlib
 import json
-import os
 import signal
-import subprocess
 import sys
 import threading
 from collections.abc import Iterator
@@ -22,12 +20,12 @@ import numpy as np
 import pytest
 
 from scripts import prepare_data
+from tests.scripts.tiny_job import ROOT, finished, python
 from tests.unit.data_corpus import write_jsonl
 from training.data.sources import ZSTD, SourceFile, stamp_of, text_source
 from training.data.store import Store
 from training.tokenizer import ByteTokenizer
 
-ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = [
     f"Document {number}: " + "word " * (number % 7 * 9) + "\N{GREEK SMALL LETTER OMEGA}" for number in range(300)
 ]
@@ -146,19 +144,12 @@ def test_processes_and_kills_leave_no_trace(tmp_path: Path):
     whole = Store(Path("whole"), "").manifest
     assert len(whole.shards) >= 5
     (tmp_path / "killed.py").write_text(KILLED)
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
     for processes, kills in ((1, [1, 3, 2, 5, 4]), (2, [4, 2, 1, 3, 2]), (4, [2, 3, 3])):
         out = f"out{processes}"
         command = [*settings, f"--out={out}", f"--processes={processes}"]
         for batch in kills:
-            killed = subprocess.run(
-                [sys.executable, "killed.py", str(batch), *command], env=environment, capture_output=True
-            )
-            assert killed.returncode == -signal.SIGKILL, killed.stderr.decode()
-        done = subprocess.run(
-            [sys.executable, "killed.py", "0", *command], env=environment, capture_output=True, text=True
-        )
-        assert done.returncode == 0 and "goes on after" in done.stderr + done.stdout, done.stderr
+            python("killed.py", str(batch), *command, code=-signal.SIGKILL)
+        assert "goes on after" in python("killed.py", "0", *command)
         assert Store(Path(out), "").manifest == whole
         assert not Store(Path(out), "").damaged_shards()
         assert sorted(path.name for path in Path(out).iterdir()) == sorted(
@@ -342,19 +333,17 @@ def test_files_of_the_hub_are_downloaded_one_by_one(hub: str, tmp_path: Path):
         "--out",
         "out",
     ]
-    environment = os.environ | {
+    environment = {
         "HF_ENDPOINT": hub,
         "HF_HOME": str(tmp_path / "hf"),
         "HF_HUB_DISABLE_XET": "1",
         "HF_HUB_OFFLINE": "0",
     }
-    done = subprocess.run([*command, "--held-out=0", "--processes=1"], env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
+    finished([*command, "--held-out=0", "--processes=1"], **environment)
     assert documents("out") == DOCUMENTS
     assert not list(Path("out").rglob("*.gz")), "a file that was read is removed"
     command[2] = "hf://datasets/some/text/none/*.json.gz"
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert done.returncode == 2 and "no file matches" in done.stderr
+    assert "no file matches" in finished(command, code=2, **environment).stderr
     assert (
         asdict(Store(Path("out"), "").manifest.settings)["files"][0][0]
         == "datasets/some/text/en/c4-train.00000.json.gz"

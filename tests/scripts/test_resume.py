@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
 from bench.resume import checkpoint, checkpoint_digests, compare
+from tests.scripts.tiny_job import ROOT, python
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.filterwarnings("ignore:torch.distributed is disabled")]
-ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_a_killed_run_goes_on_bit_for_bit(tmp_path: Path) -> None:
-    program = [sys.executable, str(ROOT / "bench" / "resume.py"), "--quick", "--keep", str(tmp_path)]
-    done = subprocess.run(program, cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "killed in step" in done.stdout and "12 steps" in done.stdout
+    said = python(ROOT / "bench" / "resume.py", "--quick", "--keep", tmp_path)
+    assert "killed in step" in said and "12 steps" in said
 
     calm, killed = tmp_path / "bfloat16", tmp_path / "bfloat16-1"
     assert compare(calm, killed, 12) == compare(calm, calm, 12)

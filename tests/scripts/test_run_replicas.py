@@ -13,9 +13,8 @@ from pathlib import Path
 import pytest
 
 from scripts.samples import SampleRow, read
-from tests.scripts.tiny_job import ENV, WAIT_S, Started, assert_exact, newest, write_job
+from tests.scripts.tiny_job import ENV, ROOT, WAIT_S, Started, assert_exact, newest, write_job
 
-ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "scripts" / "run_replicas.sh"
 
 

@@ -11,10 +11,9 @@ import pytest
 
 from tests.rpc.peer import install
 from tests.scripts.slurm_cluster import free_ports
-from tests.scripts.tiny_job import Started, assert_exact, write_job
+from tests.scripts.tiny_job import ROOT, Started, assert_exact, write_job
 from tests.system_packages import Unavailable
 
-ROOT = Path(__file__).resolve().parents[2]
 COMPONENT = ROOT / "contrib" / "torchx_component.py"
 # What of it is not in requirements-dev.lock; its Docker scheduler is imported, used or not.
 PINS = (

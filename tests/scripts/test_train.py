@@ -11,10 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.scripts.tiny_job import ENV, Started
+from tests.scripts.tiny_job import ENV, ROOT, Started
 
 pytestmark = pytest.mark.timeout(300)  # several starts in one test, each with an import of torch
-ROOT = Path(__file__).resolve().parents[2]
 TOML = """\
 [model]
 dim = 16

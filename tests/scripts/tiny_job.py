@@ -96,13 +96,19 @@ class Started:
             self.process.wait(WAIT_S)
 
 
-def python(*arguments: str | Path, code: int = 0, timeout_s: float = 120) -> str:
-    """Output of another process of this Python, which imports this repository and ends with `code`."""
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, *arguments]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=timeout_s, check=False)
+def finished(
+    command: Sequence[str | Path], *, code: int = 0, cwd: Path | None = None, **env: str
+) -> subprocess.CompletedProcess[str]:
+    """Runs a command, which ends with `code`; pytest's timeout ends it, too."""
+    environ = {**os.environ, **ENV, **env}
+    done = subprocess.run(command, cwd=cwd, env=environ, capture_output=True, text=True, check=False)
     assert done.returncode == code, done.stdout + done.stderr
-    return done.stdout
+    return done
+
+
+def python(*arguments: str | Path, code: int = 0, **env: str) -> str:
+    """Output of another process of this Python, which imports this repository and ends with `code`."""
+    return finished([sys.executable, *arguments], code=code, PYTHONPATH=str(ROOT), **env).stdout
 
 
 PEAK = """
@@ -116,7 +122,7 @@ print("peak", peak)
 
 def peak_bytes(module: str, *arguments: object) -> int:
     """Peak of resident memory of a process that runs a script, with the files of tensors that it maps."""
-    return int(python("-c", PEAK, module, *map(str, arguments), timeout_s=600).split("peak ")[-1]) << 10
+    return int(python("-c", PEAK, module, *map(str, arguments)).split("peak ")[-1]) << 10
 
 
 def write_job(folder: Path, config: str = CONFIG) -> None:
