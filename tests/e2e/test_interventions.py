@@ -25,14 +25,11 @@ from bench.job import Forked, LighthouseProcess, our_lighthouse, rows, until
 from bench.resume import checkpoint, checkpoint_digests, checkpoint_values
 from scripts import prepare_data, show_data
 from scripts.samples import Range, RunBegin, prove, read, sentences
-from tests.scripts.tiny_job import CONFIG, ROOT, WAIT_S, newest
+from tests.scripts.tiny_job import CONFIG, FILES, ROOT, WAIT_S, newest
 from tests.unit.data_corpus import write_jsonl
 
 pytestmark = [pytest.mark.timeout(WAIT_S), pytest.mark.filterwarnings("ignore:torch.distributed is disabled")]
-# one schedule, however many steps a launch makes
-MIXTURE = CONFIG.replace('dataset = "files"\ndataset_path = "text/*.txt"', 'dataset = "store"').replace(
-    "warmup_steps = 2", "warmup_steps = 2\ntotal_steps = 1000000"
-)
+MIXTURE = CONFIG.replace(FILES, 'dataset = "store"')
 WEIGHTS = "[{path = 'stores/a', weight = %s}, {path = 'stores/b', weight = %s}]"
 CHANGED_AT = 11  # the first step after the short run
 FRONTIER = 20  # its position

@@ -16,7 +16,7 @@ from configs.load import load
 from configs.schema import RunConfig
 from scripts import prepare_data
 from scripts.samples import prove, read
-from tests.scripts.tiny_job import CONFIG, ENV, ROOT, WAIT_S, Started
+from tests.scripts.tiny_job import CONFIG, ENV, FILES, ROOT, WAIT_S, Started
 from tests.unit.data_corpus import write_jsonl
 from tests.unit.fakes import Lines
 from training.data.dataset import open_data
@@ -28,7 +28,7 @@ WEIGHTS = {"prose": 5.0, "code": 2.0, "poems": 1.3}
 SOURCES = "".join(
     f'[[training.sources]]\npath = "stores/{name}"\nweight = {weight}\n' for name, weight in WEIGHTS.items()
 )
-MIXED = CONFIG.replace('dataset = "files"\ndataset_path = "text/*.txt"', 'dataset = "store"') + SOURCES
+MIXED = CONFIG.replace(FILES, 'dataset = "store"') + SOURCES
 
 
 def make_stores(folder: Path) -> None:

@@ -28,9 +28,7 @@ RUN = Path("outputs/tiny")
 
 @pytest.fixture
 def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[S3Server]:
-    # one schedule, however many steps a launch makes
-    config = CONFIG.replace("warmup_steps = 2", "warmup_steps = 2\ntotal_steps = 1000000")
-    write_job(tmp_path, config.replace("enable_tensorboard = false", "enable_tensorboard = true"))
+    write_job(tmp_path, CONFIG.replace("enable_tensorboard = false", "enable_tensorboard = true"))
     monkeypatch.chdir(tmp_path)
     with closing(S3Server()) as server:
         use(server, monkeypatch)

@@ -20,7 +20,7 @@ from bench.job import LighthouseProcess, our_lighthouse, rows
 from bench.resume import checkpoint, checkpoint_digests, checkpoint_values
 from scripts.samples import SampleRow, prove, read
 from tests.e2e.test_interventions import Launch
-from tests.scripts.tiny_job import CONFIG, ROOT, WAIT_S
+from tests.scripts.tiny_job import CONFIG, ROOT, VARIED, WAIT_S, write_job
 
 pytestmark = [pytest.mark.timeout(3 * WAIT_S), pytest.mark.filterwarnings("ignore:torch.distributed is disabled")]
 REWIND = ("--training.on_spike=rewind", "--training.spike_window=8", "--training.spike_factor=3.3")
@@ -30,14 +30,8 @@ START = 10  # the first checkpoint
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("rewind")
-    # a text whose batches differ: with one line repeated, each loss is below the one before
-    words = ["".join(chr(97 + (7 * a * b + a) % 26) for b in range(a % 11 + 2)) for a in range(1, 9000)]
-    (folder / "text").mkdir()
-    (folder / "text" / "a.txt").write_text(" ".join(words))
-    # one schedule, however many steps a launch makes
-    config = CONFIG.replace("warmup_steps = 2", "warmup_steps = 2\ntotal_steps = 1000000")
-    config = config.replace("keep_latest_k = 2", "keep_latest_k = 0")
-    (folder / "tiny.toml").write_text(config.replace("enable_tensorboard = false", "enable_tensorboard = true"))
+    config = CONFIG.replace("keep_latest_k = 2", "keep_latest_k = 0")
+    write_job(folder, config.replace("enable_tensorboard = false", "enable_tensorboard = true"), VARIED)
     return folder
 
 

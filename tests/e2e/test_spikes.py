@@ -16,7 +16,7 @@ import pytest
 from bench.job import rows
 from bench.resume import checkpoint_digests
 from scripts.samples import SampleRow, prove, read
-from tests.scripts.tiny_job import CONFIG, ENV, ROOT, WAIT_S, Started, finished, write_job
+from tests.scripts.tiny_job import CONFIG, ENV, ROOT, VARIED, WAIT_S, Started, finished, write_job
 
 pytestmark = pytest.mark.timeout(3 * WAIT_S)  # several jobs, each rank with an import of torch
 RULE = ["--training.spike_window=4", "--training.spike_factor=1.5"]
@@ -25,12 +25,7 @@ SKIP = ["--training.on_spike=skip", *RULE]
 
 @pytest.fixture(autouse=True)
 def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # one schedule, however many steps a launch makes
-    config = CONFIG.replace("warmup_steps = 2", "warmup_steps = 2\ntotal_steps = 1000000")
-    write_job(tmp_path, config.replace("enable_tensorboard = false", "enable_tensorboard = true"))
-    # a text whose batches differ: with one line repeated, each loss is below the one before
-    words = ["".join(chr(97 + (7 * a * b + a) % 26) for b in range(a % 11 + 2)) for a in range(1, 9000)]
-    (tmp_path / "text" / "a.txt").write_text(" ".join(words))
+    write_job(tmp_path, CONFIG.replace("enable_tensorboard = false", "enable_tensorboard = true"), VARIED)
     monkeypatch.chdir(tmp_path)
 
 

@@ -4,13 +4,9 @@ That this can fail is shown by test_mutations.py; all layouts: `make parity`."""
 
 from __future__ import annotations
 
-from dataclasses import replace
-from pathlib import Path
-
 import pytest
 
 from bench import parity
-from bench.parity_worker import Task
 from models import moe
 from tests.multiproc.pool import Pool
 from tests.multiproc.test_parity import assert_parity, task
@@ -24,11 +20,7 @@ SIZES = moe.Config(
 
 @pytest.fixture(scope="module")
 def proof(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> parity.Proof:
-    return parity.Proof(mixture_task(tmp_path_factory.mktemp("experts")), pool)
-
-
-def mixture_task(folder: Path) -> Task:
-    return replace(task(folder), model=SIZES)
+    return parity.Proof(task(tmp_path_factory.mktemp("experts"), SIZES), pool)
 
 
 @pytest.mark.parametrize(

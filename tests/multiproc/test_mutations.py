@@ -28,7 +28,7 @@ from models import contract, llama, moe, ops
 from parallelisms import context, expert, parallelize, pipeline
 from parallelisms.mesh import MeshCoordinate
 from tests.multiproc.pool import Pool
-from tests.multiproc.test_expert import mixture_task
+from tests.multiproc.test_expert import SIZES as MIXTURE
 from tests.multiproc.test_parity import SIZES, case, task
 from training import muon
 
@@ -286,8 +286,7 @@ def proof(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> parity.Proof:
 
 @pytest.mark.parametrize(("wrong", "layout", "optimizer", "said"), BREAKS)
 def test_a_break_fails(proof: parity.Proof, pool: Pool, wrong: Patch, layout: str, optimizer: str, said: str):
-    problems = found(proof, pool, wrong, layout, optimizer)
-    assert [problem for problem in problems if said in problem], problems[:5]
+    assert_found(said, proof, pool, wrong, layout, optimizer)
 
 
 @pytest.mark.parametrize(("layout", "optimizer"), sorted({(layout, optimizer) for _, layout, optimizer, _ in BREAKS}))
@@ -306,8 +305,8 @@ def test_without_a_break_it_holds(proof: parity.Proof, pool: Pool, layout: str, 
 )
 def test_a_break_of_the_mask_of_documents_fails(proof: parity.Proof, pool: Pool, wrong: Patch, layout: str):
     assert not found(proof, pool, nothing, layout, "SGD", document_mask=True)
-    problems = found(proof, pool, wrong, layout, "SGD", document_mask=True)
-    assert [problem for problem in problems if "step 1: layers.0.attention.wq.weight" in problem], problems[:5]
+    said = "step 1: layers.0.attention.wq.weight"
+    assert_found(said, proof, pool, wrong, layout, "SGD", document_mask=True)
 
 
 @pytest.mark.parametrize(
@@ -321,8 +320,7 @@ def test_a_break_of_the_mask_of_documents_fails(proof: parity.Proof, pool: Pool,
 def test_a_tied_weight_that_is_taken_for_two_fails(pool: Pool, tmp_path: Path, wrong: Patch, layout: str, said: str):
     proof = parity.Proof(task(tmp_path, replace(SIZES, enable_weight_tying=True)), pool)
     assert not found(proof, pool, nothing, layout, "SGD")
-    problems = found(proof, pool, wrong, layout, "SGD")
-    assert [problem for problem in problems if said in problem], problems[:5]
+    assert_found(said, proof, pool, wrong, layout, "SGD")
 
 
 @pytest.mark.parametrize(
@@ -335,13 +333,18 @@ def test_a_tied_weight_that_is_taken_for_two_fails(pool: Pool, tmp_path: Path, w
     ],
 )
 def test_a_break_of_a_mixture_of_experts_fails(pool: Pool, mixture: parity.Proof, wrong: Patch, layout: str, said: str):
-    problems = found(mixture, pool, wrong, layout, "SGD")
-    assert [problem for problem in problems if said in problem], problems[:5]
+    assert_found(said, mixture, pool, wrong, layout, "SGD")
 
 
 @pytest.fixture(scope="module")
 def mixture(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> parity.Proof:
-    return parity.Proof(mixture_task(tmp_path_factory.mktemp("mixtures")), pool)
+    return parity.Proof(task(tmp_path_factory.mktemp("mixtures"), MIXTURE), pool)
+
+
+def assert_found(said: str, *of: Any, **change: bool) -> None:
+    """`of`: the arguments of `found`."""
+    problems = found(*of, **change)
+    assert [problem for problem in problems if said in problem], problems[:5]
 
 
 def found(

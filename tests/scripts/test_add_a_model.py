@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shutil
 import sys
@@ -10,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from bench.job import rows
 from tests.scripts.tiny_job import ROOT, copy_repository, finished
 
 pytestmark = pytest.mark.timeout(900)  # many starts in one test, each with an import of torch
@@ -40,8 +40,7 @@ def test_the_guide_leads_to_a_model_that_holds_in_every_layout(tmp_path: Path):
         words = [sys.executable if word == ".venv/bin/python" else word for word in command.split()]
         said = finished([*words, *only], cwd=tmp_path).stdout
     assert "3 of 3 cases hold" in said
-    rows = [json.loads(line) for line in (tmp_path / "outputs/tiny_qwen3/metrics.jsonl").read_text().splitlines()]
-    losses = [row["loss"] for row in rows if "loss" in row]
+    losses = [row["loss"] for row in rows(tmp_path / "outputs/tiny_qwen3") if "loss" in row]
     assert len(losses) == 20 and losses[-1] < losses[0]
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from bench.job import rows
 from scripts.samples import SampleRow, read
 from tests.scripts.tiny_job import ENV, ROOT, WAIT_S, Started, assert_exact, newest, write_job
 
@@ -25,7 +26,7 @@ class Job(Started):
         super().__init__([SCRIPT, "tiny.toml", *arguments], folder / f"{time.monotonic_ns()}.txt", cwd=folder, **ENV)
 
     def steps(self) -> list[int]:
-        return [json.loads(line)["step"] for line in (self.run / "metrics.jsonl").read_text().splitlines()]
+        return [row["step"] for row in rows(self.run)]
 
     def samples(self) -> list[SampleRow]:
         return read(self.run / "samples.jsonl")

@@ -13,7 +13,7 @@ from torch.nn import Linear
 from configs.load import load
 from configs.saved import save
 from scripts import prepare_data, show_data
-from tests.scripts.tiny_job import CONFIG
+from tests.scripts.tiny_job import CONFIG, FILES
 from tests.unit.data_corpus import write_jsonl
 from training.checkpoint import CheckpointConfig, Checkpointer
 from training.data.dataset import open_data
@@ -27,7 +27,7 @@ def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     write_jsonl(tmp_path / "c4.jsonl", [f"document {number}." for number in range(40)])
     assert prepare_data.main(["c4.jsonl", "--out", "c4", "--processes=1", "--held-out=0"]) == 0
-    config = CONFIG.replace('dataset = "files"\ndataset_path = "text/*.txt"', 'dataset = "store"\ndataset_path = "c4"')
+    config = CONFIG.replace(FILES, 'dataset = "store"\ndataset_path = "c4"')
     (tmp_path / "run.toml").write_text(config)
     skip = 'skip = [{source = "c4", first = 3, end = 41}]\n\n[lr_scheduler]'
     (tmp_path / "skip.toml").write_text(config.replace("[lr_scheduler]", skip))
@@ -67,9 +67,7 @@ def test_a_last_save_of_the_weights_alone_leaves_the_data_of_the_one_before(
 
 def test_token_files_with_more_numbers_than_the_tokenizer(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     np.full(4000, 300, dtype="<u2").tofile(tmp_path / "a.bin")
-    config = CONFIG.replace(
-        'dataset = "files"\ndataset_path = "text/*.txt"', 'dataset = "tokens"\ndataset_path = "a.bin"'
-    )
+    config = CONFIG.replace(FILES, 'dataset = "tokens"\ndataset_path = "a.bin"')
     (tmp_path / "run.toml").write_text(config.replace("[model]", "[model]\nvocab_size = 512"))
     assert show_data.main(["run.toml", "0"]) == 0, capsys.readouterr().err
 

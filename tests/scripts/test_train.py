@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import signal
 import uuid
 from collections.abc import Iterator
@@ -11,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from bench.job import rows as all_rows
 from tests.scripts.tiny_job import ENV, ROOT, Started
 
 pytestmark = pytest.mark.timeout(300)  # several starts in one test, each with an import of torch
@@ -84,8 +84,7 @@ def folder(tmp_path: Path) -> Path:
 
 def rows(folder: Path, key: str) -> dict[int, float]:
     """What metrics.jsonl says of `key`, by step; each step once."""
-    lines = [json.loads(line) for line in (folder / "outputs" / "tiny" / "metrics.jsonl").read_text().splitlines()]
-    found = [(line["step"], line[key]) for line in lines if key in line]
+    found = [(row["step"], row[key]) for row in all_rows(folder / "outputs" / "tiny") if key in row]
     assert len(dict(found)) == len(found)
     return dict(found)
 

@@ -17,7 +17,8 @@ ROOT = Path(__file__).resolve().parents[2]
 # Of run_train.sh and those that become it
 ENV = {"PYTHON": sys.executable, "PHAROS_NO_INSTALL": "1", "OMP_NUM_THREADS": "1"}
 WAIT_S = 240.0  # for what must come, on a busy machine
-CONFIG = """
+FILES = 'dataset = "files"\ndataset_path = "text/*.txt"'
+CONFIG = f"""
 [model]
 dim = 32
 n_layers = 2
@@ -26,13 +27,13 @@ n_kv_heads = 1
 hidden_dim = 64
 
 [training]
-dataset = "files"
-dataset_path = "text/*.txt"
+{FILES}
 local_batch_size = 2
 seq_len = 32
 
 [lr_scheduler]
 warmup_steps = 2
+total_steps = 1000000  # one schedule, however many steps a launch makes
 
 [metrics]
 log_freq = 1
@@ -42,6 +43,8 @@ enable_tensorboard = false
 interval = 10
 keep_latest_k = 2
 """
+# Its batches differ: with one line repeated, each loss is below the one before
+VARIED = " ".join("".join(chr(97 + (7 * a * b + a) % 26) for b in range(a % 11 + 2)) for a in range(1, 9000))
 
 
 class Started:
@@ -125,10 +128,10 @@ def peak_bytes(module: str, *arguments: object) -> int:
     return int(python("-c", PEAK, module, *map(str, arguments)).split("peak ")[-1]) << 10
 
 
-def write_job(folder: Path, config: str = CONFIG) -> None:
+def write_job(folder: Path, config: str = CONFIG, text: str = "all work and no play\n" * 3000) -> None:
     """tiny.toml and its text."""
     (folder / "text").mkdir(exist_ok=True)
-    (folder / "text" / "a.txt").write_text("all work and no play\n" * 3000)
+    (folder / "text" / "a.txt").write_text(text)
     (folder / "tiny.toml").write_text(config)
 
 
