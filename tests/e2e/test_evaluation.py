@@ -7,7 +7,6 @@ import math
 import os
 import re
 import signal
-import subprocess
 import sys
 from contextlib import closing
 from pathlib import Path
@@ -20,7 +19,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 from scripts import hf
 from tests.rpc.peer import install
 from tests.scripts.conftest import transformers  # noqa: F401 (a fixture)
-from tests.scripts.tiny_job import CONFIG, ENV, ROOT, WAIT_S, Started, write_job
+from tests.scripts.tiny_job import CONFIG, ENV, ROOT, WAIT_S, Started, finished, write_job
 from tests.system_packages import Unavailable
 
 pytestmark = pytest.mark.timeout(2 * WAIT_S)
@@ -111,11 +110,9 @@ def test_the_harness_gives_the_bits_per_byte_of_the_model(exported: Path, tmp_pa
         pytest.skip(f"no lm_eval: {error}")
     [command] = re.findall(r"^lm_eval (--model hf .*)$", (ROOT / "docs" / "evaluation.md").read_text(), re.MULTILINE)
     words = command.replace("published/newest", str(exported)).split()
-    paths = os.pathsep.join(map(str, [packages, ROOT]))
-    env = {**os.environ, "PYTHONPATH": paths, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "cache")}
-    lm_eval = [sys.executable, "-m", "lm_eval", *words, "--output_path", str(tmp_path / "results")]
-    done = subprocess.run(lm_eval, cwd=ROOT, env=env, capture_output=True, text=True, timeout=WAIT_S)
-    assert done.returncode == 0, done.stdout + done.stderr
+    env = {"PYTHONPATH": f"{packages}{os.pathsep}{ROOT}", "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "cache")}
+    lm_eval = [sys.executable, "-m", "lm_eval", *words, "--output_path", tmp_path / "results"]
+    finished(lm_eval, cwd=ROOT, **env)
     [results] = (tmp_path / "results").rglob("results_*.json")
     found = json.loads(results.read_text())["results"]["programs"]["bits_per_byte,none"]
 

@@ -21,6 +21,12 @@ def spin(seconds: float) -> torch.cuda.Event:
     return event
 
 
+def error(got: torch.Tensor, want: torch.Tensor) -> float:
+    """Relative."""
+    known = want.double().cpu()
+    return float((got.double().cpu() - known).norm() / known.norm())
+
+
 def free_bytes() -> int:
     """Of the device's memory, whoever has the rest."""
     return int(torch.cuda.mem_get_info()[0])

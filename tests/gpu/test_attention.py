@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from models import ops
 from parallelisms.context import pieces_of_ranks, positions, ring_attention
+from tests.gpu.devices import error, one_device, two_devices
 from tests.multiproc.pool import Pool
 
 S = 512
@@ -33,10 +34,6 @@ def with_gradients(attend: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tenso
     return [out, *torch.autograd.grad(out, (q, k, v), grad_out)]
 
 
-def error(got: Tensor, want: Tensor) -> float:
-    return float((got.double().cpu() - want.double().cpu()).norm() / want.double().cpu().norm())
-
-
 class Names(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
@@ -47,7 +44,7 @@ class Names(TorchDispatchMode):
         return op(*args, **(kwargs or {}))
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@one_device
 @pytest.mark.parametrize("t", [S, 128])
 def test_the_last_queries_take_flash_attention_and_no_mask(t: int) -> None:
     grad_out = torch.randn(2, t, 8, 64, generator=torch.Generator().manual_seed(1)).to("cuda", torch.bfloat16)
@@ -68,7 +65,7 @@ def document_starts(t: int) -> Tensor:
     return torch.arange(S).where(begins, 0).cummax(1).values[:, -t:]
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@one_device
 @pytest.mark.parametrize("t", [S, 128, 100])
 def test_documents_are_masked_forward_and_backward(t: int) -> None:
     grad_out = torch.randn(2, t, 8, 64, generator=torch.Generator().manual_seed(1)).to("cuda", torch.bfloat16)
@@ -94,7 +91,7 @@ def in_parts(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return (first + second).to(q.dtype)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@one_device
 def test_parts_of_documents_add_up_forward_and_backward() -> None:
     grad_out = torch.randn(2, S, 8, 64, generator=torch.Generator().manual_seed(1)).to("cuda", torch.bfloat16)
     whole = partial(ops.causal_attention, document_starts=document_starts(S).cuda())
@@ -119,7 +116,7 @@ def ring_errors(device: str, load_balancer: str, make: Callable[..., Any]) -> li
     return [error(a, b[:, here]) for a, b in zip(got, want, strict=True)]
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+@two_devices
 @pytest.mark.parametrize("load_balancer", ["headtail", "none"])
 def test_the_ring_computes_attention_over_the_whole_sequence(load_balancer: str) -> None:
     with closing(Pool(2)) as pool:

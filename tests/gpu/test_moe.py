@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import Tensor
 
 from models import moe, ops
+from tests.gpu.devices import error, one_device
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+pytestmark = one_device
 CONFIG = moe.Config(
     name="moe", dim=128, n_layers=1, n_heads=4, n_kv_heads=2, head_dim=32, expert_hidden_dim=64, n_experts=8, experts_per_token=2,
     balance_rate=0.01,
 )  # fmt: skip
-
-
-def error(got: Tensor, want: Tensor) -> float:
-    return float((got.double().cpu() - want.double().cpu()).norm() / want.double().cpu().norm())
 
 
 @pytest.mark.parametrize("counts", [[7, 0, 130, 3, 0, 61, 1, 54], [0, 0, 256, 0, 0, 0, 0, 0]])

@@ -14,17 +14,16 @@ from configs.load import load
 from configs.schema import model_module
 from scripts.generate import load_model
 from tests.scripts.test_train import Job, folder  # noqa: F401 (a fixture)
+from tests.scripts.tiny_job import ROOT, finished
 from tests.unit.fakes import add_models
 from training import checkpoint_dcp
 from training.tokenizer import ByteTokenizer
 
 pytestmark = pytest.mark.timeout(300)  # several starts in one test, each with an import of torch
-ROOT = Path(__file__).resolve().parents[2]
 
 
-def generate(run: Path, *options: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(ROOT / "scripts" / "generate.py"), str(run), *options]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60)
+def generate(run: Path, *options: str, code: int = 0) -> subprocess.CompletedProcess[str]:
+    return finished([sys.executable, ROOT / "scripts" / "generate.py", run, *options], code=code)
 
 
 FORK = """
@@ -72,7 +71,6 @@ def test_generate_reads_the_newest_whole_checkpoint(folder: Path):  # noqa: F811
     run = folder / "outputs" / "tiny"
 
     drawn = generate(run, "--prompt", "ab", "--tokens", "40", "--temperature", "0")
-    assert drawn.returncode == 0, drawn.stderr
     assert drawn.stdout.startswith("ab") and "step-4: " in drawn.stderr
     own_prompt = generate(run, "--tokens", "40", "--temperature", "0")
     assert own_prompt.stdout == drawn.stdout, "the run's own prompt is the same"
@@ -82,11 +80,10 @@ def test_generate_reads_the_newest_whole_checkpoint(folder: Path):  # noqa: F811
     content[len(content) // 2] ^= 1
     damaged.write_bytes(content)
     earlier = generate(run, "--tokens", "4")
-    assert earlier.returncode == 0 and "step-4 is damaged" in earlier.stderr and "step-2: " in earlier.stderr
+    assert "step-4 is damaged" in earlier.stderr and "step-2: " in earlier.stderr
 
     for options, message in [
         (("--step", "3"), f"generate: --step 3: {run}/checkpoint has 2, 4"),
         (("--tokens", "-1"), "generate: --sample.tokens = -1: must be an integer >= 0"),
     ]:
-        refused = generate(run, *options)
-        assert (refused.returncode, refused.stderr.strip()) == (2, message)
+        assert generate(run, *options, code=2).stderr.strip() == message
