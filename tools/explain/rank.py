@@ -120,7 +120,7 @@ def fake_rank(*, global_rank: int, world_size: int, device_type: DeviceType) -> 
         if device_type == "cuda":
             patches = [
                 mock.patch.multiple(F, rms_norm=_FusedRMSNorm.apply, scaled_dot_product_attention=_attention),
-                mock.patch.object(ops, "document_attention", _document_attention),
+                mock.patch.object(ops, "document_attention", _attention),
             ]
         else:
             patches = [
@@ -179,14 +179,10 @@ class FakeCollectives(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def _attention(q: Tensor, k: Tensor, v: Tensor, **_: Any) -> Tensor:
-    """Computes flash attention on the CPU, which saves the same as on CUDA: q, k, v, the result, one fp32 number per query."""
+def _attention(q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> Tensor:
+    """Computes flash attention on the CPU, which saves the same as on CUDA: q, k, v, the result, one fp32 number per query. FlexAttention,
+    for documents, also saves a mask of a few numbers for each 128 tokens, which are not counted."""
     return cast(Tensor, torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, True)[0])
-
-
-def _document_attention(q: Tensor, k: Tensor, v: Tensor, document_starts: Tensor) -> Tensor:
-    """As FlexAttention saves the same, and a mask of a few numbers for each 128 tokens."""
-    return _attention(q, k, v)
 
 
 class _FusedRMSNorm(Function):
