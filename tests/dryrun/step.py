@@ -207,32 +207,23 @@ def _weight(run: Run) -> Tensor:
     return weight
 
 
-def _in_update(harm: Callable[[Run], object]) -> Callable[[Run], None]:
-    """A plant that harms where gradients are there and weights are about to move."""
+def _state(run: Run) -> dict[str, Tensor]:
+    """Of the first parameter, in the optimizer."""
+    return run.optimizer.state[run.parameters[0]]
+
+
+def _in_update(before: Callable[[Run], object] = drop, after: Callable[[Run], object] = drop) -> Callable[[Run], None]:
+    """A plant that harms where gradients are there and weights are about to move, or have moved."""
 
     def plant(run: Run) -> None:
         step = run.optimizer.step
 
         def with_harm(*_: Any) -> None:
-            harm(run)
+            before(run)
             step()
+            after(run)
 
         run.optimizer.step = with_harm  # type: ignore[method-assign, assignment]
-
-    return plant
-
-
-def _with_state(make: Callable[[Run], dict[str, Tensor]]) -> Callable[[Run], None]:
-    """A plant that gives the first parameter other states than the optimizer made."""
-
-    def plant(run: Run) -> None:
-        step = run.optimizer.step
-
-        def with_state(*_: Any) -> None:
-            step()
-            run.optimizer.state[run.parameters[0]].update(make(run))
-
-        run.optimizer.step = with_state  # type: ignore[method-assign, assignment]
 
     return plant
 
@@ -258,12 +249,10 @@ PLANTS: dict[str, Callable[[Run], None]] = {
     "a read by itself": _in_update(lambda run: to_local(_weight(run)).sum().item()),
     "a copy from the host": _in_update(lambda run: torch.zeros(1).to(run.device)),
     "a full gather": _in_update(lambda run: _weight(run).full_tensor()),  # type: ignore[attr-defined]
-    "a whole weight in fp32": _in_update(
-        lambda run: torch.empty_like(_weight(run), dtype=torch.bfloat16).full_tensor().float()
-    ),  # type: ignore[attr-defined]
-    "a state on the host": _with_state(lambda run: {"exp_avg": torch.zeros(1)}),
-    "a state in another dtype": _with_state(
-        lambda run: {"exp_avg": torch.zeros(1, dtype=torch.bfloat16, device=run.device)}
+    "a whole weight in fp32": _in_update(lambda run: _weight(run).bfloat16().full_tensor().float()),
+    "a state on the host": _in_update(after=lambda run: _state(run).update(exp_avg=torch.zeros(1))),
+    "a state in another dtype": _in_update(
+        after=lambda run: _state(run).update(exp_avg=torch.zeros(1, dtype=torch.bfloat16, device=run.device))
     ),
     "a product in fp32": _multiply_in_fp32,
     "a wait for the device": _in_update(lambda run: torch.get_device_module(run.device).current_stream().synchronize()),

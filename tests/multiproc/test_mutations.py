@@ -155,12 +155,12 @@ def documents_of_the_last_stage_only(patch: pytest.MonkeyPatch) -> None:
 
 
 def gradients_divided_by_microbatches(patch: pytest.MonkeyPatch) -> None:
-    _scheduled(patch, scale_grads=True)
+    right = pipeline._PipelineScheduleRuntime
 
+    def runtime(*args: Any, **options: Any) -> Any:
+        return right(*args, **{**options, "scale_grads": True})
 
-def _scheduled(patch: pytest.MonkeyPatch, **options: Any) -> None:
-    runtime = pipeline._PipelineScheduleRuntime
-    patch.setattr(pipeline, "_PipelineScheduleRuntime", lambda *args, **kwargs: runtime(*args, **{**kwargs, **options}))
+    patch.setattr(pipeline, "_PipelineScheduleRuntime", runtime)
 
 
 def a_block_in_two_stages(patch: pytest.MonkeyPatch) -> None:

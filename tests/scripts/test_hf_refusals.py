@@ -24,7 +24,7 @@ from contrib.interchange.files import Weights, landing
 from contrib.interchange.hf import TensorByTensor
 from scripts import make_seed_checkpoint
 from tests.scripts.hf_world import refusal, run, tokenizers_of
-from tests.scripts.tiny_job import ROOT, finished, python
+from tests.scripts.tiny_job import ROOT, finished, python, struck
 from training.checkpoint_files import list_steps
 
 # transformers is imported, and some tests start processes, each with an import of torch
@@ -329,25 +329,14 @@ def test_a_model_of_a_fork_is_refused(published: Path, capsys: pytest.CaptureFix
 # -- nothing half done
 
 
-def interrupt(owner: type, at: int, number: signal.Signals) -> Callable[..., Tensor]:
-    """The class's `read`; this process gets the signal when it is called the `at`-th time."""
-    original, calls = owner.read, []
-
-    def read(self: Any, name: str) -> Tensor:
-        calls.append(name)
-        if len(calls) == at:
-            os.kill(os.getpid(), number)
-        return original(self, name)
-
-    return read
-
-
 KILL = """
 import signal, sys
 from scripts import hf
-from tests.scripts.test_hf_refusals import READERS, interrupt
+from tests.scripts.test_hf_refusals import READERS
+from tests.scripts.tiny_job import struck
 
-READERS[sys.argv[1]].read = interrupt(READERS[sys.argv[1]], 9, signal.SIGKILL)
+reader = READERS[sys.argv[1]]
+reader.read = struck(reader.read, 9, signal.SIGKILL)
 hf.main(sys.argv[1:])
 """
 READERS = {"import": Weights, "export": TensorByTensor}
@@ -386,7 +375,7 @@ def test_a_signal_to_stop_frees_what_was_written(
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's job in the background ignores it
     try:
         with monkeypatch.context() as patch:
-            patch.setattr(READERS[command], "read", interrupt(READERS[command], 9, number))
+            patch.setattr(READERS[command], "read", struck(READERS[command].read, 9, number))
             assert run(*arguments) == 1
     finally:
         signal.signal(signal.SIGINT, before)

@@ -39,15 +39,13 @@ esac
 """
 DEAD_SHIM = "#!/usr/bin/env bash\necho 'pyenv: python3.12: command not found' >&2\nexit 127\n"
 NVIDIA_SMI = "#!/usr/bin/env bash\necho 'GPU 0: NVIDIA H100 (UUID: GPU-1)'\n"
-NO_NETWORK = """\
-WARNING: Retrying (Retry(total=0)) after connection broken by 'NewConnectionError: Failed to establish a new connection'
-ERROR: Could not find a version that satisfies the requirement torch==2.13.0 (from versions: none)
-ERROR: No matching distribution found for torch==2.13.0
-"""
 NO_WHEEL = """\
 ERROR: Could not find a version that satisfies the requirement torch==2.13.0 (from versions: none)
 ERROR: No matching distribution found for torch==2.13.0
 """
+NO_NETWORK = f"""\
+WARNING: Retrying (Retry(total=0)) after connection broken by 'NewConnectionError: Failed to establish a new connection'
+{NO_WHEEL}"""
 
 
 @dataclass

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import pickle
 import shutil
 import signal
@@ -19,7 +18,7 @@ from configs.load import load
 from models.contract import Model
 from models.init import draw
 from scripts import make_seed_checkpoint as script
-from tests.scripts.tiny_job import ROOT, peak_bytes, python
+from tests.scripts.tiny_job import ROOT, peak_bytes, python, struck
 from training.checkpoint_files import list_steps, read_manifest, verify
 from training.log import Log
 
@@ -135,23 +134,12 @@ def test_a_disk_without_room_is_told_before_anything_is_written(capsys: pytest.C
     assert not Path("outputs/tiny/checkpoint").exists()
 
 
-def draw_that_kills(at: int, number: signal.Signals) -> script.Draw:
-    """This process gets the signal when it is called the `at`-th time."""
-    calls = []
-
-    def struck(*arguments: Any) -> torch.Tensor:
-        calls.append(1)
-        if len(calls) == at:
-            os.kill(os.getpid(), number)
-        return draw(*arguments)
-
-    return struck
-
-
 KILL = """
 import signal
-from tests.scripts.test_seed_checkpoint import draw_that_kills, seed
-seed(draw=draw_that_kills(5, signal.SIGKILL))
+from models.init import draw
+from tests.scripts.test_seed_checkpoint import seed
+from tests.scripts.tiny_job import struck
+seed(draw=struck(draw, 5, signal.SIGKILL))
 """
 
 
@@ -165,6 +153,6 @@ def test_a_kill_leaves_nothing_that_is_taken_for_a_checkpoint():
 
 
 def test_a_signal_to_stop_frees_what_was_written(capsys: pytest.CaptureFixture[str]):
-    assert seed(draw=draw_that_kills(5, signal.SIGTERM)) == 1
+    assert seed(draw=struck(draw, 5, signal.SIGTERM)) == 1
     assert "step 0 not saved" in capsys.readouterr().err
     assert list(Path("outputs/tiny/checkpoint").iterdir()) == []

@@ -5,11 +5,14 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from itertools import count
 from pathlib import Path
+from typing import Any
 
 from scripts.samples import SampleProof, SampleRow, prove, read
 
@@ -126,6 +129,18 @@ print("peak", peak)
 def peak_bytes(module: str, *arguments: object) -> int:
     """Peak of resident memory of a process that runs a script, with the files of tensors that it maps."""
     return int(python("-c", PEAK, module, *map(str, arguments)).split("peak ")[-1]) << 10
+
+
+def struck(function: Callable[..., Any], at: int, number: signal.Signals) -> Callable[..., Any]:
+    """Returns `function`; this process gets the signal when it is called the `at`-th time."""
+    calls = count(1)
+
+    def called(*arguments: Any) -> Any:
+        if next(calls) == at:
+            os.kill(os.getpid(), number)
+        return function(*arguments)
+
+    return called
 
 
 def write_job(folder: Path, config: str = CONFIG, text: str = "all work and no play\n" * 3000) -> None:
