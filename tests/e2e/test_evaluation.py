@@ -6,7 +6,6 @@ import json
 import math
 import os
 import re
-import signal
 import sys
 from contextlib import closing
 from pathlib import Path
@@ -83,13 +82,9 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
     command = [f"{ROOT}/scripts/run_train.sh", "tiny.toml", "--model.tokenizer_path=bpe", "--training.steps=100000"]
     with closing(Started(command, folder / "out.txt", cwd=folder, **ENV)) as run:
         run.until("a second checkpoint", lambda text: len(re.findall("checkpoint: step .* saved", text)) > 1)
-        before = Path.cwd(), signal.getsignal(signal.SIGTERM)
-        os.chdir(folder)  # tokenizer_path is relative
-        try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.chdir(folder)  # tokenizer_path is relative
             assert hf.main(["export", "outputs/tiny", "export"]) == 0
-        finally:
-            os.chdir(before[0])
-            signal.signal(signal.SIGTERM, before[1])
         assert run.process.poll() is None, "the run has gone on"
     return folder / "export"
 

@@ -140,11 +140,8 @@ def test_two_groups_one_away(start: Callable[..., Launch], lighthouse: str):
 
 
 def test_before_the_first_checkpoint_it_begins_anew_behind_the_data(start: Callable[..., Launch]):
-    anew, cut, argv = (
-        Path("outputs/anew"),
-        Path("outputs/behind"),
-        ("--training.steps=20", "--checkpoint.interval=1000"),
-    )
+    anew, cut = Path("outputs/anew"), Path("outputs/behind")
+    argv = ("--training.steps=20", "--checkpoint.interval=1000")
     said = start("anew", *argv).end()
     [(back_to, spiked), *_] = rewinds_in(anew, 20)
     assert back_to == 0 and f"back to step 0 as branch 1: step {spiked} was a spike; positions 0 to " in said

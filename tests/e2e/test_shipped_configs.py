@@ -67,15 +67,10 @@ def test_five_steps(name: str, groups: int, tmp_path: Path):
     (tmp_path / "text.txt").write_text("".join(f"A line of text, number {number}.\n" for number in range(9000)))
     assert prepare_data.main([f"{tmp_path}/text.txt", "--out", f"{tmp_path}/text", "--processes=1"]) == 0
     ranks, layout = LAYOUTS[name]
-    script = ["run_replicas.sh"] if groups else ["run_train.sh"]
+    script, *more = ("run_replicas.sh", f"--groups={groups}") if groups else ("run_train.sh",)
     layers = [] if name == "llama3_405b" else ["--model.n_layers=2"]
-    command = [
-        f"{ROOT}/scripts/{script[0]}",
-        f"{ROOT}/configs/{name}.toml",
-        *([f"--groups={groups}"] if groups else []),
-    ]
     done = subprocess.run(
-        [*command, *SMALL, *layers, *layout],
+        [f"{ROOT}/scripts/{script}", f"{ROOT}/configs/{name}.toml", *more, *SMALL, *layers, *layout],
         cwd=tmp_path, env={**ENV, "NPROC": str(ranks), "PATH": "/usr/bin:/bin"}, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
