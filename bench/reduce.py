@@ -51,10 +51,8 @@ def main() -> None:
         for what, sides in SIDES.items():
             calls = {side: partial(ask_all, members, what.replace("-", "_"), side=side) for side in sides}
             answers = in_turns(calls, options.rounds, warm=1)
-            spent, cpu = (
-                {side: [over(answer[figure] for answer in turn) for turn in turns] for side, turns in answers.items()}
-                for figure, over in (("s", max), ("cpu_s", sum))
-            )
+            spent = {side: [max(answer["s"] for answer in turn) for turn in turns] for side, turns in answers.items()}
+            cpu = {side: [sum(answer["cpu_s"] for answer in turn) for turn in turns] for side, turns in answers.items()}
             rows = []
             for side in sides:
                 cpu_ms, by_cpu = f"{1e3 * statistics.median(cpu[side]):.0f}", str(ratio(cpu[side], cpu["plain"]))

@@ -200,16 +200,13 @@ def draw_on_device(parameter: Tensor, name: str, seed: int, *, std: float, trunc
 
 def torchtitan(sizes: dict[str, int], setting: str, device: torch.device, _: ExitStack) -> tuple[Step, Any]:
     """Returns a step of torchtitan 0.2's llama3 or qwen3, and its model; blocks and loss are compiled, as by its trainer."""
-    # in llama3 multiple_of rounds two thirds of 4 * dim up to the requested width
-    qwen3 = "head_dim" in sizes
-    package, arguments_name, name = (
-        ("qwen3", "Qwen3ModelArgs", "Qwen3Model") if qwen3 else ("llama3", "TransformerModelArgs", "Transformer")
-    )
-    hidden = "hidden_dim" if qwen3 else "multiple_of"
-    named: dict[str, Any] = _named(sizes, f"dim n_layers n_heads n_kv_heads {hidden} vocab_size max_seq_len")
-    if not qwen3:
-        named["ffn_dim_multiplier"] = None
-    arguments = getattr(import_module(f"torchtitan.models.{package}.model.args"), arguments_name)(**named)
+    more: dict[str, Any] = {}
+    package, arguments_name, name, hidden = "qwen3", "Qwen3ModelArgs", "Qwen3Model", "hidden_dim"
+    if "head_dim" not in sizes:  # multiple_of rounds two thirds of 4 * dim up to the requested width
+        package, arguments_name, name, hidden = "llama3", "TransformerModelArgs", "Transformer", "multiple_of"
+        more["ffn_dim_multiplier"] = None
+    named = _named(sizes, f"dim n_layers n_heads n_kv_heads {hidden} vocab_size max_seq_len")
+    arguments = getattr(import_module(f"torchtitan.models.{package}.model.args"), arguments_name)(**named, **more)
     with torch.device(device), torch.no_grad():
         model = getattr(import_module(f"torchtitan.models.{package}.model.model"), name)(arguments)
         model.init_weights()

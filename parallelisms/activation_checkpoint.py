@@ -73,11 +73,9 @@ def apply_activation_checkpoint(part: Model, config: ActivationCheckpointConfig)
             continue
         # FSDP gathers the experts inside the block, and torch (2.13) counts the operations of a gather, which differ between forward and
         # recomputation, where it chooses by operation: so a part with experts is recomputed as a whole.
-        parts = (
-            [child for child in block.children() if list(child.children())]
-            if options and has_experts(block)
-            else [block]
-        )
+        parts = [block]
+        if options and has_experts(block):
+            parts = [child for child in block.children() if list(child.children())]
         for part_of_block in parts:
             chosen = {} if has_experts(part_of_block) else options
             part_of_block.forward = _with_checkpointing(part_of_block.forward, chosen)
