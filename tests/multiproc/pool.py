@@ -17,7 +17,6 @@ import contextlib
 import gc
 import importlib
 import importlib.util
-import multiprocessing
 import os
 import pickle
 import signal
@@ -28,13 +27,13 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from ft.children import die_with, unsignalled
+from bench.job import Forked
+from ft.children import die_with
 
 _ROOT = Path(__file__).resolve().parents[2]
 _GRACE_S = 5.0  # how long other ranks may go on after one has failed: gloo tells them of a closed connection at once
@@ -112,46 +111,36 @@ class _Answer:
     fit: bool = True  # for the next run: not after a group that could not be made or ended, for torch names the next one by their count
 
 
-class _Worker:
+class _Worker(Forked):
     """The parent's end of one worker process."""
 
     def __init__(self, folder: Path) -> None:
-        context: Any = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["tests.multiproc.preload"])
-        for server in (resource_tracker, forkserver):
-            with unsignalled():  # as for other users of the server
-                server.ensure_running()
-        self.connection, theirs = context.Pipe()
         self._log = tempfile.NamedTemporaryFile(dir=folder, suffix=".log", delete=False)  # noqa: SIM115 (closed in stop)
-        self._process = context.Process(target=serve, args=(theirs, self._log.name))
-        self._process.start()
-        theirs.close()
+        super().__init__(["tests.multiproc.preload"], serve, self._log.name)
 
     def send(self, task: _Task) -> None:
         with contextlib.suppress(BrokenPipeError):  # dead already: _collect says so, with its last output
-            self.connection.send_bytes(pickle.dumps(task))
+            self.pipe.send_bytes(pickle.dumps(task))
 
     def receive(self) -> _Answer | str:
         """The answer, or what there is to say of a worker that died."""
         try:
-            answer: _Answer = pickle.loads(self.connection.recv_bytes())
+            answer: _Answer = pickle.loads(self.pipe.recv_bytes())
             return answer
         except (EOFError, ConnectionResetError):
-            self._process.join()
+            self.process.join()
             output = Path(self._log.name).read_text(errors="replace")
-            return f"died (exit code {self._process.exitcode}); its last output:\n{output[-4000:]}"
+            return f"died (exit code {self.process.exitcode}); its last output:\n{output[-4000:]}"
 
     def stop(self) -> None:
-        self.connection.close()
-        self._process.kill()
-        self._process.join()
+        self.kill()
         self._log.close()
 
 
 def _collect(workers: list[_Worker], timeout_s: float) -> list[_Answer | str]:
     """One answer per worker; a str for those that died or did not come back. A failure shortens the others' time."""
     answers: dict[int, _Answer | str] = {}
-    waiting = {worker.connection: rank for rank, worker in enumerate(workers)}
+    waiting = {worker.pipe: rank for rank, worker in enumerate(workers)}
     deadline = time.monotonic() + timeout_s
     while waiting and (ready := wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))):
         for connection in ready:
@@ -172,7 +161,7 @@ def _problem(answer: _Answer | str) -> str:
 # The worker's side.
 
 
-def serve(connection: Connection, log: str) -> None:
+def serve(log: str, connection: Connection) -> None:
     """Runs tasks until the parent closes the pipe."""
     die_with(os.getppid())  # a worker that waits in a collective must not outlive a killed pytest
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
