@@ -4,7 +4,7 @@
     python train.py CONFIG [--section.key value ...]             one rank
     torchrun --nproc-per-node N train.py CONFIG ...              N ranks
     python train.py [CONFIG ...] --help [section]                every key; of [model]: those of the model that CONFIG names
-    python train.py CONFIG --explain [--ranks N] [--device cpu|cuda]     prints memory, messages and schedule; starts nothing
+    python train.py CONFIG --explain [--ranks N] [--device cpu|cuda]     prints memory, communication and schedule; starts nothing
 
 Exit code: 0 finished, or saved after SIGTERM or SIGINT; 2 bad input; 128 + n second stop signal n; 1 any other failure."""
 
@@ -22,7 +22,7 @@ from itertools import takewhile
 from typing import TYPE_CHECKING, NamedTuple, cast
 
 if __name__ == "__main__":
-    gc.disable()  # until GarbageCollection: imports leave no garbage, and collections meanwhile would take a tenth of a start
+    gc.disable()  # until GarbageCollection: imports create no garbage, and collections take a tenth of their time
 
 import torch
 import torch.distributed as dist
@@ -107,8 +107,8 @@ def main(argv: Sequence[str]) -> int:
 
 
 class LocalStep(NamedTuple):
-    """Results of a step within this replica group: sums over all its ranks. `step`: steps before this one. `losses`: each batch of this
-    rank with its loss. `own_update`: the group's own optimizer step, with a semi_sync_method."""
+    """Results of a step within this replica group: sums over all its ranks. `step`: number of earlier steps. `losses`: this
+    rank's batches and their losses. `own_update`: with a semi_sync_method, the Update of the group's last inner step."""
 
     tokens_per_slot: list[float]  # valid tokens
     loss_sum: float  # nats
@@ -138,7 +138,7 @@ class Run(Components):
             except GroupReleased as released:
                 return self.leave(released)
             step, requests, self.pending_requests = self.manager.step, self.pending_requests, 0
-            # after a stop request only in the last step: else the group only saves and leaves
+            # after a stop request only at the last step: else the group just saves and leaves
             validation = config.validation
             if validation.enable and (step == steps or (step % validation.freq == 0 and not requests & STOP)):
                 self.validate()
@@ -173,15 +173,16 @@ class Run(Components):
         local, on_spike = self.compute_step(assignment), self.config.training.on_spike
         with self.progress.phase("reduce"):
             try:
-                # unless on_spike = "stop" a NaN is summed, so that all groups see it and leave the step out
-                finite = local.finite or on_spike != "stop"
-                commit = self.manager.commit(self.manager.reduce(local.tokens_per_slot, local.loss_sum, finite))
+                # with "skip" and "rewind" a NaN is summed: all groups see it and leave the step out
+                able = local.finite or on_spike != "stop"
+                commit = self.manager.commit(self.manager.reduce(local.tokens_per_slot, local.loss_sum, able))
             except Stopped as stopped:
                 raise self.nonfinite(local) if not local.finite else stopped from None
         if commit is None:  # ft/gradients.py keeps this group's own gradients for the retry
             self.optimizer.zero_grad()
             return False
-        if not finite and (error := self.nonfinite(local, "has nothing of this group")) and not self.world.global_rank:
+        error = None if able else self.nonfinite(local, "is committed without this group")
+        if error and not self.world.global_rank:
             self.log.warning("%s", error)  # the other groups go on, and its slots come again, MAX_UNABLE times in all
         step = self.manager.step  # exceeds assignment.step + 1 if this group has healed meanwhile
         update = local.own_update or self.optimizer_step.step(step - 1, commit.divisor, commit.mean_loss)
@@ -208,10 +209,10 @@ class Run(Components):
         """Requests a stop, as a signal does, in time before position `end`, where all budgets of a mixture have ended. All groups and ranks
         see the same commit, so all do."""
         size = self.slot_size * self.inner_steps
-        frontier = max([slot for slot, _ in commit.slots] + list(commit.holes), default=-size) + size
+        assigned_until = max([slot for slot, _ in commit.slots] + list(commit.holes), default=-size) + size
         left = (self.config.training.steps - step) // self.inner_steps
         slots = max(commit.quorum_size, len(commit.slots)) * min(STEPS_TO_STOP, left)
-        if frontier + slots * size > end and not self.budgets_end:
+        if assigned_until + slots * size > end and not self.budgets_end:
             self.budgets_end = True
             if self.world.global_rank == 0:
                 self.log.warning("data: the budgets of training.sources end at sequence %d: the run stops", end)
@@ -231,7 +232,7 @@ class Run(Components):
                 self.manager.show_event("commit", text)
 
     def rewind(self, step: int, commit: Commit, spike: str) -> None:
-        """Goes back to the newest checkpoint before a step that no group has applied, and passes over the data since. Raises BadInput,
+        """Goes back to the newest checkpoint before a step that no group has applied, and skips the data since. Raises BadInput,
         CheckpointFailed, and Stopped if the run went back there too often without reaching a newer checkpoint."""
         self.optimizer.zero_grad()
         text = not_applied(step, commit, spike, self.slot_size)
@@ -269,6 +270,7 @@ class Run(Components):
         Then one small all-reduce and one device sync cover all that the ranks must agree on, pending signals included."""
         losses, at, slots = list[tuple[Batch, Tensor]](), self.coordinate, assignment.slots
         training = self.config.training
+        # gradient accumulation: the local batches of all slots
         for batch in batches or self.progress.timed("data", self.loader.load(slots)):
             if not losses or losses[-1][0].slot != batch.slot:
                 # A resumed or repeated step draws the same random numbers, and each rank different ones; tensor-parallel ranks draw the

@@ -51,7 +51,7 @@ _MAY_CHANGE = (  # but not between groups
     "optimizer.implementation",  # the same update rule, rounded differently
     "lr_scheduler.total_steps",  # the length of the run, as training.steps
 )
-_GONE = "no such key"
+_NO_SUCH_KEY = "no such key"
 # resume.allow may name these: what an older state lacks for them begins anew (EMA, spike window)
 _UPDATE_RULE = (
     "optimizer.",
@@ -67,7 +67,7 @@ _UPDATE_RULE = (
 # resume.allow may name these where data has random access, which then begins anew (training/data/dataset.py)
 _ORDER = ("training.dataset", "training.sources", "training.seq_len", "training.seed")
 # may change between launches, but not between groups; those in _IDENTITY may change in neither
-_LAYOUT = ("parallelism.", "fault_tolerance.", "training.steps")
+_SHARED_BY_GROUPS = ("parallelism.", "fault_tolerance.", "training.steps")
 # May differ between groups: depends on the machine, or ft/start.py adds its resolved value to the fingerprint.
 _OWN = ("fault_tolerance.interface", "fault_tolerance.slots_per_step")
 
@@ -113,7 +113,7 @@ def what_groups_share(config: RunConfig) -> tuple[tuple[str, str], ...]:
     return tuple(
         (key, hashlib.sha256(text.encode()).hexdigest()[:16])
         for key, text in _texts(as_tables(config))
-        if _matters(key, config) or key in _MAY_CHANGE or (key.startswith(_LAYOUT) and key not in _OWN)
+        if _matters(key, config) or key in _MAY_CHANGE or (key.startswith(_SHARED_BY_GROUPS) and key not in _OWN)
     )
 
 
@@ -140,7 +140,7 @@ def check_saved(config: RunConfig, folder: Path, *, world_size: int | None = Non
     if (before := read_saved(folder)) is None:
         return {}
     if world_size is not None:
-        _check_goes_on(config, folder, before)
+        _check_sees_checkpoints(config, folder, before)
     differences = list(_differences(config, before, world_size))
     kinds = (config.training.dataset, before.get("training", {}).get("dataset"))
     # a stream has one order, and no position that another data set could continue
@@ -148,7 +148,7 @@ def check_saved(config: RunConfig, folder: Path, *, world_size: int | None = Non
     refused = [each for each in differences if each[0] not in config.resume.keys or each[0].startswith(fixed)]
     problems = [f"{config.origin.place(key)}: saved {old}, now {new}" for key, old, new in refused]
     if problems:
-        may = [key for key, _, new in refused if _may_be_allowed(key) and new != _GONE]
+        may = [key for key, _, new in refused if _may_be_allowed(key) and new != _NO_SUCH_KEY]
         if can := [key for key in may if not key.startswith(fixed)]:
             allow = ",".join(dict.fromkeys((*config.resume.keys, *can)))
             problems.append(
@@ -162,7 +162,7 @@ def check_saved(config: RunConfig, folder: Path, *, world_size: int | None = Non
     return {key: f"{old} -> {new}" for key, old, new in differences}
 
 
-def _check_goes_on(config: RunConfig, folder: Path, before: Mapping[str, Any]) -> None:
+def _check_sees_checkpoints(config: RunConfig, folder: Path, before: Mapping[str, Any]) -> None:
     """Raises ConfigError if a launch would not see the checkpoints of the run, begin it anew, and remove the rows of its metrics."""
     checkpoint = config.checkpoint
     saved = CheckpointConfig(folder=before.get("checkpoint", {}).get("folder", CheckpointConfig.folder)).local_folder
@@ -219,7 +219,7 @@ def _differences(
         if not _matters(key, config) or (other_model and key.startswith("model.") and key != "model.name"):
             continue
         if key not in now:
-            yield key, saved[key], _GONE
+            yield key, saved[key], _NO_SUCH_KEY
         elif old[key] != now[key]:
             yield key, old[key], now[key]
 

@@ -40,13 +40,13 @@ class ModelConfig:
 class Model(nn.Module):
     """Base class of models. A pipeline stage deletes some of the layers and sets some of the other children to None; forward skips them.
     Persistent buffers are saved, compared between groups and healed as parameters are; they are not reduced over ranks or
-    groups, so a statistic that a forward updates would differ between them."""
+    groups, so a statistic that a forward updates would differ between ranks."""
 
     dim: int  # C, the width of the hidden state
     tok_embeddings: nn.Module | None
     layers: nn.ModuleDict  # "0", "1", ...: a dict, so that deleting layers does not rename the others
     norm: nn.Module | None
-    output: Head | None  # the head, where texts call it so
+    output: Head | None  # called "the head" in comments and documents
     tp_plan: Mapping[str, str] = MappingProxyType({})  # module name -> kind: parallelisms/tensor.py
     # Pattern over parameter names -> update, in place of the optimizer's. Called in the optimizer's step as update(parameter, gradient),
     # this rank's shards; it changes the parameter in place. The gradient is what backward gave, summed over all tokens, ranks and groups. A
@@ -164,7 +164,7 @@ class ModelFault(ValueError):
     """A model that breaks this contract in a way that only its forward shows."""
 
 
-def no_loss(result: Tensor) -> ModelFault:
+def no_loss_error(result: Tensor) -> ModelFault:
     """Returns the error for a forward with labels whose result is not the loss sum."""
     return ModelFault(
         f"forward with labels must return the loss sum (models/contract.py), not {list(result.shape)} values"

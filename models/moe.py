@@ -4,8 +4,8 @@
 Letters as in models/llama.py, and E experts, k experts of a token, M rows, one for each token of this rank and each of its k experts.
 
 By default nothing balances the load of the experts. With balance_loss the loss has an auxiliary term. With balance_rate the router has a
-bias that takes part in the choice only, and after each step the bias of an expert above the mean load falls by that rate, and that of one
-below it rises. Here the gradient of the bias is the load above the mean, so reductions, retries, comparisons and heals, which exist for
+bias that takes part in the choice only, and after each step the bias of an expert above the mean load falls by that rate; below it, it
+rises. Here the gradient of the bias is the load above the mean, so reductions, retries, comparisons and heals, which exist for
 parameters and gradients, also cover the bias and the load."""
 
 from __future__ import annotations

@@ -60,7 +60,7 @@ def choose_precision(master: str, compute: str, reduce: str, device: Device) -> 
 
 @dataclass(frozen=True)
 class ExecutionConfig:
-    """Settings of parallelize(). None of them changes the results, except for the rounding of the dtypes."""
+    """Settings of parallelize(). Only precision and float8 change the results, by rounding."""
 
     parallelism: ParallelismConfig = field(default_factory=ParallelismConfig)
     activation_checkpoint: ActivationCheckpointConfig = field(default_factory=ActivationCheckpointConfig)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from models.contract import Model, has_experts, no_loss, set_dtype
+from models.contract import Model, has_experts, no_loss_error, set_dtype
 from parallelisms.activation_checkpoint import apply_activation_checkpoint
 from parallelisms.execution import ExecutionConfig, LossFunction
 from parallelisms.float8 import apply_float8
@@ -104,7 +104,7 @@ class NoPipeline:
         more = {} if document_starts is None else {"document_starts": self._shard_sequence(document_starts)}
         loss_sum = model(self._shard_sequence(inputs), labels=self._shard_sequence(labels), **more)
         if loss_sum.ndim:
-            raise no_loss(loss_sum)
+            raise no_loss_error(loss_sum)
         loss_sum.backward()
         return loss_sum.detach() if self.reports_loss else torch.zeros_like(loss_sum)
 

@@ -22,7 +22,7 @@ from torch.distributed.pipelining.schedules import (
     _PipelineScheduleRuntime,
 )
 
-from models.contract import Model, no_loss
+from models.contract import Model, no_loss_error
 from parallelisms.mesh import ParallelismConfig
 from parallelisms.pipeline_plan import placement, schedule_of, stage_modules
 from parallelisms.pipeline_schedule import Action, Table, cell_text, table
@@ -122,7 +122,7 @@ class Pipeline:
 
         def loss_of(loss_sum: Tensor, _: Tensor) -> Tensor:
             if loss_sum.ndim:
-                raise no_loss(loss_sum)
+                raise no_loss_error(loss_sum)
             return loss_sum
 
         runtime = _PipelineScheduleRuntime(  # the output of the last stage is the loss

@@ -64,7 +64,7 @@ def main(argv: list[str]) -> int:
                         raise Removed(path)
 
             cure = "without --step the newest is read" if options.step >= 0 else ""
-            path, model = lasting(read, cure, lambda text: print(f"generate: {text}", file=sys.stderr))
+            path, model = read_surviving(read, cure, lambda text: print(f"generate: {text}", file=sys.stderr))
     except (ValueError, Damaged, CheckpointFailed, OSError) as error:
         print(f"generate: {error}", file=sys.stderr)
         return 1 if isinstance(error, CheckpointFailed | OSError) else 2
@@ -104,19 +104,19 @@ def parse(argv: list[str]) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def lasting(read: Callable[[], T], named: str, warn: Callable[[str], object], attempt: int = 1) -> T:
+def read_surviving(read: Callable[[], T], only: str, warn: Callable[[str], object], attempt: int = 1) -> T:
     """Returns `read()`, which finds and reads the newest checkpoint; begins again, after a warning, when a run that goes on has removed it.
-    `named` not "": a certain checkpoint is read, and no other in its place; the text is the cure. Raises CheckpointFailed."""
+    `only` not "": one certain checkpoint is read; the text is advice for the error. Raises CheckpointFailed."""
     try:
         return read()
     except Removed as removed:
-        if named:
-            raise CheckpointFailed(f"{removed}; {named}") from None
+        if only:
+            raise CheckpointFailed(f"{removed}; {only}") from None
         if attempt == ATTEMPTS:
             cure = "a larger checkpoint.keep_latest_k or interval keeps checkpoints for longer"
             raise CheckpointFailed(f"{removed}, {attempt} times in a row; {cure}") from None
         warn(f"{removed}; beginning again with the newest")
-    return lasting(read, named, warn, attempt + 1)
+    return read_surviving(read, only, warn, attempt + 1)
 
 
 def checkpoint_of(folder: Path, step: int, *, who: str = "generate", full: bool = False) -> tuple[Path, Manifest]:

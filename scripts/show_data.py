@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
 """Prints what a run trains on at some positions: scripts/show_data.py outputs/llama 40-47
 
-For each position: its source, and each document in it, with its number in the store (for [[training.skip]]), its tokens and the begin of
-their text. A position is the number of a sequence in the order of the data, as in messages and in samples.jsonl. RUN is a run's folder, or
-a config file before the first launch. Reads the data and, for changes of settings, the newest checkpoint; one process, no GPU.
+For each position: its source, and each document in it, with its number in the store (for [[training.skip]]), its tokens and the beginning
+of their text. A position is the number of a sequence in the order of the data, as in messages and in samples.jsonl. RUN is a run's folder,
+or a config file before the first launch. Reads the data and, for changes of settings, the newest checkpoint; one process, no GPU.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ SHOWN = 100  # characters of a document
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="show_data.py", description=__doc__.split("\n\n")[0])
     parser.add_argument("run", type=Path, help="folder of the run, such as outputs/llama, or a config file")
-    parser.add_argument("positions", help="one, 40, or a range with its last, 40-47")
+    parser.add_argument("positions", help="a position, 40, or an inclusive range, 40-47")
     args = parser.parse_args(argv)
     try:
         show(args.run, args.positions)

@@ -196,7 +196,7 @@ class Checkpointer:
         self._saved_full_step: int | None = None  # step of a full checkpoint of this run: not saved again
         self._damaged: dict[int, str] = {}
         self._stale: set[int] = set()  # newer steps that `load` did not use: damaged, or to be trained again
-        # of those newer than load_step, on rank 0, until the first save sets them aside: in the folder, and in the object store
+        # manifests of checkpoints newer than load_step, on rank 0, until the first save sets them aside: in the folder, in the object store
         self._abandoned: tuple[dict[int, Manifest], dict[int, Manifest]] = {}, {}
         self._stager: StateDictStager | None = None
         self._background: ThreadPoolExecutor | None = None
@@ -343,8 +343,8 @@ class Checkpointer:
         self._abandoned = {step: each for step, each in found.items() if isinstance(each, Manifest)}, stored
 
     def _set_abandoned_aside(self) -> None:
-        """Makes the checkpoints newer than load_step count as none, in rank 0: this run has a history without them now. Those that another
-        group has replaced since are of this history. Raises OSError."""
+        """Sets aside, on rank 0, the checkpoints newer than load_step, except for those that another group has replaced since, which
+        belong to this run's history. Raises OSError."""
         own, stored = self._abandoned
         same = [step for step, found in own.items() if files.is_same(files.step_folder(self.folder, step), found)]
         for step in same:
@@ -365,19 +365,19 @@ class Checkpointer:
         later = [step for step in files.list_steps(self.folder) if step >= before]
         own, abandoned = files.newest(self.folder, exclude=later), self._uploader.abandoned
         stored = {step: found for step, found in self._stored().items() if not found or abandoned.get(step) != found}
-        age = {step: found.age if found else (0, step) for step, found in stored.items()}
-        own_age = files.age(self.folder, own)
+        recency = {step: found.age if found else (0, step) for step, found in stored.items()}
+        own_recency = files.age(self.folder, own)
         self._uploader.replaceable.update(stored)  # by this launch, if it trains these steps again
         if wanted >= 0 and wanted not in (*stored, *files.list_steps(self.folder)):
             phrase = steps_phrase([*stored], wanted)
             raise ValueError(f"checkpoint.load_step = {wanted}: not in {self.place}, nor in {self.folder}; {phrase}")
         damaged = []
         weights_only = {step for step, found in stored.items() if found and found.kind == "model"}
-        for step in sorted(stored, key=lambda step: (step not in weights_only, age[step]), reverse=True):
-            is_useful = step < before and (own is None or (step not in weights_only and age[step] >= own_age))
+        for step in sorted(stored, key=lambda step: (step not in weights_only, recency[step]), reverse=True):
+            is_useful = step < before and (own is None or (step not in weights_only and recency[step] >= own_recency))
             if step == wanted or (wanted < 0 and is_useful):
                 try:
-                    if self._beside and age[step] > own_age and not math.isfinite(before):
+                    if self._beside and recency[step] > own_recency and not math.isfinite(before):
                         # rows that another machine wrote; before the checkpoint, since a start that finds the step on disk fetches
                         # nothing more
                         self._uploader.store.fetch_files(self.folder.parent)

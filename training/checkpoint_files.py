@@ -33,7 +33,7 @@ import numpy as np
 from training.appended import sync_path
 
 MANIFEST = "manifest.json"
-# keys of states in a checkpoint
+# keys of states in a checkpoint; two of format 1 have names that say less than their constants
 TOKENS_STATE = "meter"  # of metrics.py: valid tokens so far
 ROWS_STATE = "figures"  # of metrics_writer.py: the newest rows, saved only with replica groups
 SPIKES_STATE = "spikes"  # of spikes.py, saved only with on_spike other than stop, or a spike_window

@@ -59,7 +59,10 @@ TRACES = "comm_traces"  # the flight recorder's files, in the folder of the run 
 class Components:
     """Builds the components of one rank, in the order in which they depend on each other; train.Run is the loop over them."""
 
-    HEALED_STATES: tuple[str, ...] = ("model", "optimizer")  # which of model and optimizer a healing group receives
+    HEALED_STATES: tuple[str, ...] = (
+        "model",
+        "optimizer",
+    )  # of these two, those that a healing group receives; resume adds others
 
     def __init__(
         self,
@@ -247,7 +250,7 @@ class Components:
                     log=self.log,
                     lease=lease,
                     report=self.report_storage,
-                    # groups with disks of their own have different parts of the rows
+                    # groups with separate disks each have only some of the rows
                     beside=[FILE_NAME] if shared else [FILE_NAME, *rows],
                 )
             )
@@ -262,7 +265,7 @@ class Components:
         )
         seed = config.checkpoint.create_seed_checkpoint
         loads_newest = config.checkpoint.enable and config.checkpoint.load_step < 0 and not seed
-        # a finished run may have exported its weights only
+        # a finished run may have saved only its weights
         self.exported_step = self.checkpointer.newest_step("model") if loads_newest else 0
         finished = self.exported_step >= config.training.steps
         newest, named = self.checkpointer.newest_step(), config.checkpoint.load_step
@@ -297,11 +300,11 @@ class Components:
         self.metrics_processor.resume_step = step + self.inner_steps
 
     def removed_changes(self) -> dict[str, str]:
-        """Returns the changes of settings in the rows that are removed, as their steps are made again."""
+        """Returns the changes of settings recorded in rows that are removed, because their steps run again."""
         changes, path = dict[str, str](), self.config.run_folder / SAMPLES
         for row in reversed(last_rows(path, since=self.metrics_processor.resume_step, until=sys.maxsize)):
             # "branch": the name of "changed" in rows of earlier versions; not the branch of a rewind
-            changes = merged(changes, row.get("changed", row.get("branch", {})))
+            changes = merge_changes(changes, row.get("changed", row.get("branch", {})))
         return changes
 
     def save_config(self) -> None:
@@ -325,7 +328,7 @@ class Components:
         else:
             self.saves_config = True
             self.write_config()
-        self.metrics_processor.record_changes(merged(changes, self.changes), self.save_config)
+        self.metrics_processor.record_changes(merge_changes(changes, self.changes), self.save_config)
 
     def weights(self) -> dict[str, Stateful]:
         """Returns the model's entries among the states of a checkpoint."""
@@ -342,7 +345,7 @@ class Components:
         self.resume_data()
 
     def resume_data(self, position: int = 0) -> None:
-        """Continues the data of the loaded checkpoint, behind `position` if that is later. Raises ValueError."""
+        """Continues the data of the loaded checkpoint, from `position` on if that is later. Raises ValueError."""
         # the loaded step: an older one if the newest is damaged, or that of load_step
         self.metrics_processor.resume_step = self.changed_step = self.manager.step + self.inner_steps
         ledger, left = self.manager.loaded_ledger, self.config.training.steps - self.manager.step
@@ -369,7 +372,7 @@ class Components:
         if self.world.global_rank == 0:
             self.background_writer.flush(SYNC_S)  # the rows of the steps before it may be on their way
             changes = self.removed_changes()
-            metrics.record_changes(merged(changes, self.changes) if is_before else changes, self.save_config)
+            metrics.record_changes(merge_changes(changes, self.changes) if is_before else changes, self.save_config)
 
     def reset(self) -> None:
         """Makes the state of a run at step 0."""
@@ -439,7 +442,7 @@ class Components:
         )
 
 
-def merged(earlier: Mapping[str, str], later: Mapping[str, str]) -> dict[str, str]:
-    """Returns the changes of two changes of settings, key -> "old -> new", as those of one."""
+def merge_changes(earlier: Mapping[str, str], later: Mapping[str, str]) -> dict[str, str]:
+    """Merges two records of changed settings, key -> "old -> new"."""
     old = {key: earlier.get(key, change).partition(" -> ")[0] for key, change in later.items()}
     return {**earlier, **{key: f"{old[key]} -> {change.rpartition(' -> ')[2]}" for key, change in later.items()}}

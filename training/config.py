@@ -83,7 +83,7 @@ class TrainingConfig:
     dataset_held_out: Annotated[
         float,
         "share of the documents held out for [validation]; unless set, a resumed run keeps its share, and a new run has 0 if "
-        "validation.enable is false; a store keeps the share that it was prepared with, 0: trains on it",
+        "validation.enable is false; of a store only 0 has an effect: its held-out documents are trained on",
         ">= 0",
         "< 1",
     ] = 0.03
@@ -104,8 +104,8 @@ class TrainingConfig:
     max_norm: Annotated[float, "gradients are clipped to this norm; 0: no clipping", ">= 0"] = 1.0
     on_spike: Annotated[
         Literal["stop", "skip", "rewind"],
-        "what happens at a spike (a loss or gradient norm of NaN or Inf, or beyond spike_factor); stop: the run ends (but a loss of NaN or "
-        "Inf in one of several groups ends nothing: that group contributes zeros, and its slot comes again); skip: the step is "
+        "what happens at a spike (a loss or gradient norm of NaN or Inf, or beyond spike_factor); stop: the run ends (with several "
+        "groups a loss of NaN or Inf in one ends nothing: it contributes zeros, and its batch is assigned again); skip: the step is "
         "not applied, its data is skipped; rewind: the run goes back to the newest checkpoint before it, the data since is skipped",
     ] = "stop"
     spike_window: Annotated[
@@ -204,7 +204,9 @@ class ValidationConfig:
 
     enable: Annotated[bool, "hold documents out and measure the loss on them"] = False
     freq: Annotated[int, "steps between validations; the last step is always validated", ">= 1"] = 100
-    steps: Annotated[int, "batches of one validation, each of training.global_batch_size sequences", ">= 1"] = 10
+    steps: Annotated[
+        int, "batches of one validation, each as large as the batch of one replica group in a step", ">= 1"
+    ] = 10
     sources: Annotated[tuple[ValidationSourceConfig, ...], "further sets of documents"] = ()
 
     def check(self) -> None:

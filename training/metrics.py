@@ -41,7 +41,7 @@ class MetricsConfig:
     enable_wandb: Annotated[bool, "write Weights & Biases charts (needs the wandb package)"] = False
     disable_color_printing: Annotated[bool, "no colours on a terminal"] = False
     peak_tflops: Annotated[
-        float, "peak of one device in TFLOP/s, for MFU; 0: from a table; no MFU for other devices", ">= 0"
+        float, "peak of one device in TFLOP/s, for MFU; 0: from a table; a device that is not in it has no MFU", ">= 0"
     ] = 0.0
 
     def check(self) -> None:

@@ -29,7 +29,7 @@ class ParameterGroup:
     """[[optimizer.groups]]: settings of the parameters whose name matches."""
 
     pattern: Annotated[str, 'shell pattern over parameter names, such as "*norm.weight" or "output.*"']
-    weight_decay: Annotated[float, "weight decay of these; -1: optimizer.weight_decay", ">= -1"] = -1.0
+    weight_decay: Annotated[float, "weight decay of these parameters; -1: optimizer.weight_decay", ">= -1"] = -1.0
     lr_factor: Annotated[float, "factor of the scheduled learning rate", ">= 0"] = 1.0
 
 
@@ -39,7 +39,8 @@ class OptimizerConfig:
 
     name: Annotated[
         Literal["AdamW", "Adam", "Muon"],
-        "AdamW: decoupled weight decay; Adam: the decay is added to the gradient; Muon: for the matrices of blocks, AdamW for the rest",
+        "AdamW: decoupled weight decay; Adam: the decay is added to the gradient; Muon: orthogonalised momentum for the matrices of "
+        "blocks, AdamW for the rest",
     ] = "AdamW"
     lr: Annotated[float, "peak learning rate", "> 0"] = 8e-4
     beta1: Annotated[float, "decay of the gradient's running mean", ">= 0", "< 1"] = 0.9
@@ -100,8 +101,8 @@ class LRSchedulerConfig:
 
 
 class LocalAdam(torch.optim.Adam):
-    """Adam or AdamW that updates this rank's shards themselves; its state has DTensors where its parameters are. DTensor's dispatch, which
-    changes nothing in an update by element, costs the host 9 ms a step with 291 parameters, and in the first step 0.9 s, growing with the
+    """Adam or AdamW that updates this rank's local shards; its state has DTensors where its parameters are. DTensor's dispatch, which
+    changes nothing in an element-wise update, costs the host 9 ms a step with 291 parameters, and in the first step 0.9 s, growing with the
     square of their number.
 
     `own_updates`: parameters that the model updates by itself in the same step (models/contract.py)."""
@@ -251,7 +252,7 @@ def gradient_norm(parameters: Iterable[nn.Parameter], loss: float | None = None)
 
 
 class Update(NamedTuple):
-    """The result of an optimizer step. `lr`: 0 if nothing was applied. `spike`: why the step is one (SpikeRule), if there is a rule."""
+    """The result of an optimizer step. `lr`: 0 if nothing was applied. `spike`: why the step is a spike; "": it is none."""
 
     grad_norm: float  # of the mean gradient
     lr: float
@@ -280,7 +281,7 @@ class OptimizerStep:
         self._fused = self.config.implementation == "fused" and self.config.name != "Muon"
 
     def step(self, step: int, divisor: float, loss: float = 0.0) -> Update:
-        """Applies the optimizer step that follows `step` others to gradients that are sums over `divisor` tokens, of mean `loss`. Changes
+        """Applies optimizer step `step` + 1 to gradients that are sums over `divisor` tokens. `loss`: the mean loss. Changes
         nothing if the norm is not finite, `divisor` is 0, or the step is a spike."""
         fused, spikes = self._fused, self.spikes
         with self.progress.phase("reduce"):

@@ -21,8 +21,8 @@ PAUSE_S = 10.0  # from a failed save of the last step to its retry
 LOG_WAIT_S = 3.0  # a longer wait for another group's save is logged
 GRACE_S = 20.0  # how long a group waits for another group's save after a stop request
 
-# upload, leave: the step is saved, but not yet in the object store. upload: wait for it, and retry failures; leave (a stop was requested):
-# wait until the upload is done, or has failed once
+# upload: the step is saved; wait until it is in the object store, and retry failures
+# leave: the same after a stop request, without a retry
 Action = Literal["finish", "save", "upload", "leave", "regroup", "wait", "stop"]
 
 

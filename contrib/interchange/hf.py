@@ -32,7 +32,7 @@ from contrib.interchange import files
 from contrib.interchange.files import CODES, TOKENIZER, Weights, read_json
 from models.contract import ModelConfig
 from models.llama_hf import Entry, Format, Published
-from scripts.generate import checkpoint_of, lasting, state_of
+from scripts.generate import checkpoint_of, read_surviving, state_of
 from scripts.make_seed_checkpoint import WriteProgress, check_room
 from training import checkpoint_dcp, checkpoint_files
 from training.checkpoint import CheckpointConfig
@@ -276,7 +276,7 @@ def export_run(
     cure = "without --step the newest is exported" if step >= 0 else ""
     if (run / ".metadata").is_file():
         cure = "name the run's folder to export its newest checkpoint"
-    lasting(export, cure, log.warning)
+    read_surviving(export, cure, log.warning)
 
 
 def _write(checkpoint: Checkpoint, out: Path, shard_bytes: int, dtype: str, max_positions: int, log: Log) -> None:

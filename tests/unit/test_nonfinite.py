@@ -76,7 +76,7 @@ def test_a_step_without_this_group_names_what_it_left_out_each_time() -> None:
         run.compute_step = lambda _, step=step: LocalStep([8.0], math.nan, False, step, losses)
         with suppress(AttributeError):  # the update, which is not looked at here
             Run.train_step(run)
-    line = "has nothing of this group: rank 0: loss nan at slot 40, positions 40-47"
+    line = "is committed without this group: rank 0: loss nan at slot 40, positions 40-47"
     assert said == [f"step 5 {line}", f"step 6 {line}"]
 
 

@@ -1,1 +1,1 @@
-"""--explain: the memory, messages and computation of a run, before anything is started."""
+"""--explain: the memory, communication and computation of a run, before anything is started."""

@@ -32,7 +32,7 @@ from training.data.streaming import StreamingLoader, open_stream
 from training.log import Log
 from training.tokenizer import Tokenizer
 
-_CUT = "cut "  # begins the digest of a corpus whose last tokens are held out
+_TOKEN_SPLIT = "cut "  # begins the digest of a corpus whose last tokens are held out
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class DataSegment:
         return cls(0, digest, {**settings, "sources": [asdict(source) for source in config.sources], "skip": skip})
 
     def continues(self, other: DataSegment) -> bool:
-        """Returns True if the order is the same: the text may lie elsewhere, and a setting that a later version adds has its default."""
+        """Returns True if the order is the same. Paths and names may differ; a setting that only one side has is not compared."""
         mine, theirs = (
             {
                 "skip": [],  # of versions without documents that are left out
@@ -81,9 +81,9 @@ class _Data:
 
     digest = ""
 
-    def __init__(self, config: TrainingConfig, further: Sequence[tuple[str, Store]]) -> None:
-        """`further`: name and store of each of [[validation.sources]]."""
-        self._config, self._further = config, further
+    def __init__(self, config: TrainingConfig, validation_stores: Sequence[tuple[str, Store]]) -> None:
+        """`validation_stores`: name and store of each of [[validation.sources]]."""
+        self._config, self._validation_stores = config, validation_stores
 
     def state_dict(self) -> dict[str, str]:
         return {"digest": self.digest}
@@ -93,8 +93,8 @@ class _Data:
         self.check_digest(state["digest"])
 
     def check_digest(self, saved: str) -> None:
-        if saved != self.digest and saved.removeprefix(_CUT) == self.digest.removeprefix(_CUT):
-            now = self.digest.startswith(_CUT)
+        if saved != self.digest and saved.removeprefix(_TOKEN_SPLIT) == self.digest.removeprefix(_TOKEN_SPLIT):
+            now = self.digest.startswith(_TOKEN_SPLIT)
             raise ValueError(
                 f"validation.enable = {str(now).lower()}: it was {str(not now).lower()} in this run, whose documents are too few to hold "
                 "out whole ones: with validation the last tokens are held out, and without it they are trained on; restore it"
@@ -114,7 +114,7 @@ class _Data:
 
     def validation_orders(self, *, seq_len: int) -> dict[str, Order]:
         """Returns the orders of all sets of validation by name. Raises ValueError if one is too small."""
-        return {name: StoreOrder(store, "all", seed=None, seq_len=seq_len) for name, store in self._further}
+        return {name: StoreOrder(store, "all", seed=None, seq_len=seq_len) for name, store in self._validation_stores}
 
     def validation_loaders(self, sampler: LocalBatchSampler, *, pin_memory: bool = False) -> dict[str, BatchLoader]:
         """Opens a loader for each set of validation, which the caller closes. The name of the only set of the training data is ""."""
@@ -131,8 +131,8 @@ class _Data:
 class _OrderedData(_Data, ABC):
     """Base of the data with random access by position."""
 
-    def __init__(self, config: TrainingConfig, further: Sequence[tuple[str, Store]]) -> None:
-        super().__init__(config, further)
+    def __init__(self, config: TrainingConfig, validation_stores: Sequence[tuple[str, Store]]) -> None:
+        super().__init__(config, validation_stores)
         # empty, `segments` is [_own], until a state is loaded or `resume_at` begins one
         self._segments = list[DataSegment]()
         self._is_old = False  # True: the loaded state is of a version without segments
@@ -238,12 +238,12 @@ class CachedData(_OrderedData):
     """A tokenised corpus in the cache."""
 
     def __init__(
-        self, config: TrainingConfig, corpus: Corpus, further: Sequence[tuple[str, Store]], *, validates: bool
+        self, config: TrainingConfig, corpus: Corpus, validation_stores: Sequence[tuple[str, Store]], *, validates: bool
     ) -> None:
-        super().__init__(config, further)
+        super().__init__(config, validation_stores)
         self._corpus, self._validates = corpus, validates and config.dataset_held_out > 0
         cut = self._validates and needs_token_split(corpus, config.dataset_held_out)
-        self.digest = f"{_CUT}{corpus.key}" if cut else corpus.key
+        self.digest = f"{_TOKEN_SPLIT}{corpus.key}" if cut else corpus.key
 
     def summary(self) -> str:
         meta, held_out = self._corpus.meta, self._config.dataset_held_out
@@ -274,8 +274,10 @@ class CachedData(_OrderedData):
 class StoredData(_OrderedData):
     """One token store, or a mixture of several."""
 
-    def __init__(self, config: TrainingConfig, stores: Sequence[Store], further: Sequence[tuple[str, Store]]) -> None:
-        super().__init__(config, further)
+    def __init__(
+        self, config: TrainingConfig, stores: Sequence[Store], validation_stores: Sequence[tuple[str, Store]]
+    ) -> None:
+        super().__init__(config, validation_stores)
         self._stores, self._holds_out = stores, config.dataset_held_out > 0
         keys = [store.key for store in stores]
         self.digest = keys[0] if len(keys) == 1 else sha256("".join(keys).encode()).hexdigest()[:32]
@@ -341,8 +343,10 @@ class StreamedData(_Data):
 
     end = None
 
-    def __init__(self, config: TrainingConfig, tokenizer: Tokenizer, further: Sequence[tuple[str, Store]]) -> None:
-        super().__init__(config, further)
+    def __init__(
+        self, config: TrainingConfig, tokenizer: Tokenizer, validation_stores: Sequence[tuple[str, Store]]
+    ) -> None:
+        super().__init__(config, validation_stores)
         self._tokenizer = tokenizer
 
     def summary(self) -> str:
@@ -381,7 +385,7 @@ def open_data(
         store.check_tokenizer(tokenizer.fingerprint(), max(vocab_size, tokenizer.vocab_size))
         return store
 
-    further = [
+    validation_stores = [
         (source.label, store_at(source.path, f'validation.sources[{index}].path = "{source.path}"'))
         for index, source in enumerate(validation.sources)
     ]
@@ -389,21 +393,25 @@ def open_data(
         places = [(f"training.sources[{index}].path", source.path) for index, source in enumerate(config.sources)]
         places = places or [("training.dataset_path", config.dataset_path)]
         stores = [store_at(path, f'{key} = "{path}"') for key, path in places]
-        if validation.enable and not further and not any(store.manifest.settings.held_out for store in stores):
+        if (
+            validation.enable
+            and not validation_stores
+            and not any(store.manifest.settings.held_out for store in stores)
+        ):
             raise ValueError(
                 "validation.enable = true: no store has documents that are held out; prepare one with --held-out, or name "
                 "[[validation.sources]]"
             )
-        return StoredData(config, stores, further)
+        return StoredData(config, stores, validation_stores)
     if config.dataset == "huggingface":
-        return StreamedData(config, tokenizer, further)
+        return StreamedData(config, tokenizer, validation_stores)
     corpus = open_corpus(find_source(config), tokenizer, Path(cache_folder), log=log, vocab_size=vocab_size)
     if config.document_mask and config.dataset == "tokens" and (path := corpus.unmarked(tokenizer)):
         raise ValueError(
             f"training.document_mask = true: neither BOS, {tokenizer.bos_id}, nor EOS, {tokenizer.eos_id}, marks documents in {path}; "
             "set it to false, or prepare the text with scripts/prepare_data.py"
         )
-    return CachedData(config, corpus, further, validates=validation.enable)
+    return CachedData(config, corpus, validation_stores, validates=validation.enable)
 
 
 def short(count: int, unit: str = "") -> str:

@@ -2,7 +2,7 @@
 
 `DocumentOrder`, of a corpus in the cache: epoch e concatenates the split's documents, shuffled by (seed, e), each between BOS and EOS,
 into a stream of N tokens. It is split into (N - 1) // seq_len sequences; sequence i is tokens [i * seq_len, i * seq_len + seq_len + 1):
-seq_len inputs, and the targets shifted by one. The last (N - 1) % seq_len tokens of the stream are dropped, which differ by epoch.
+seq_len inputs, and the targets shifted by one. The last (N - 1) % seq_len tokens of the stream are dropped, others in each epoch.
 Sequences are visited with a fixed stride coprime to their number (`stride`), so that a batch is spread over the epoch. Its time and memory
 grow with the documents.
 
@@ -306,40 +306,40 @@ class MixtureSource:
     limit: int | None = None
 
 
-class _Phase:
+class _Interval:
     """Positions of a mixture from `first` on, until the budget of one more source has ended. `begun`: sequences that each had before."""
 
-    def __init__(self, first: int, ingredients: Sequence[MixtureSource], begun: Sequence[int]) -> None:
+    def __init__(self, first: int, sources: Sequence[MixtureSource], begun: Sequence[int]) -> None:
         self.first, self.begun = first, list(begun)
-        self.sources = [i for i, each in enumerate(ingredients) if each.limit is None or begun[i] < each.limit]
-        self.parts = rounded([ingredients[i].weight for i in self.sources])
+        self.active = [i for i, each in enumerate(sources) if each.limit is None or begun[i] < each.limit]
+        self.parts = rounded([sources[i].weight for i in self.active])
         self._pattern = pattern(self.parts)
-        self._rank = np.empty(PATTERN, dtype=np.int64)  # how often the source of a position came before in the pattern
-        self._turns = [np.flatnonzero(self._pattern == i) for i in range(len(self.sources))]
+        self._earlier = np.empty(PATTERN, dtype=np.int64)  # by place in the pattern: earlier places of the same source
+        self._turns = [np.flatnonzero(self._pattern == i) for i in range(len(self.active))]
         for turns in self._turns:
-            self._rank[turns] = np.arange(len(turns))
-        limits = [self._first_after(i, ingredients[source].limit) for i, source in enumerate(self.sources)]
+            self._earlier[turns] = np.arange(len(turns))
+        limits = [self._budget_end(i, sources[source].limit) for i, source in enumerate(self.active)]
         self.end: int | None = min((end for end in limits if end is not None), default=None)
 
     def find(self, position: int) -> tuple[int, int]:
         """Returns the source of a position and the number of the sequence in it."""
         block, at = divmod(position - self.first, PATTERN)
         i = int(self._pattern[at])
-        return self.sources[i], self.begun[self.sources[i]] + block * self.parts[i] + int(self._rank[at])
+        return self.active[i], self.begun[self.active[i]] + block * self.parts[i] + int(self._earlier[at])
 
     def counts(self, position: int) -> list[int]:
         """Returns the sequences of each source before a position."""
         block, at = divmod(position - self.first, PATTERN)
         counts = list(self.begun)
-        for source, part, turns in zip(self.sources, self.parts, self._turns, strict=True):
+        for source, part, turns in zip(self.active, self.parts, self._turns, strict=True):
             counts[source] += block * part + int(np.searchsorted(turns, at))
         return counts
 
-    def _first_after(self, i: int, limit: int | None) -> int | None:
+    def _budget_end(self, i: int, limit: int | None) -> int | None:
         """Returns the position at which a source would exceed its budget."""
         if limit is None:
             return None
-        block, rank = divmod(limit - self.begun[self.sources[i]], self.parts[i])
+        block, rank = divmod(limit - self.begun[self.active[i]], self.parts[i])
         return self.first + block * PATTERN + int(self._turns[i][rank])
 
 
@@ -347,41 +347,39 @@ class Mixture:
     """The order of several sources in proportion to their weights. When the budget of one ends, the others share its positions; when all
     have ended, at `end`, they go on as if there were no budgets: train.py stops before that."""
 
-    def __init__(self, ingredients: Sequence[MixtureSource]) -> None:
-        self.ingredients = list(ingredients)
-        self.seq_len = ingredients[0].order.seq_len
-        self._phases = [_Phase(0, ingredients, [0] * len(ingredients))]
-        while (last := self._phases[-1]).end is not None:
+    def __init__(self, sources: Sequence[MixtureSource]) -> None:
+        self.sources = list(sources)
+        self.seq_len = sources[0].order.seq_len
+        self._intervals = [_Interval(0, sources, [0] * len(sources))]
+        while (last := self._intervals[-1]).end is not None:
             begun = last.counts(last.end)
-            if all(
-                each.limit is not None and count >= each.limit for each, count in zip(ingredients, begun, strict=True)
-            ):
+            if all(each.limit is not None and count >= each.limit for each, count in zip(sources, begun, strict=True)):
                 break
-            self._phases.append(_Phase(last.end, ingredients, begun))
-        self.end = self._phases[-1].end  # positions until all budgets end; None: never
+            self._intervals.append(_Interval(last.end, sources, begun))
+        self.end = self._intervals[-1].end  # positions until all budgets end; None: never
 
     def __reduce__(self) -> tuple[object, ...]:
-        return Mixture, (self.ingredients,)
+        return Mixture, (self.sources,)
 
     def find(self, position: int) -> tuple[int, int]:
         """Returns (source, number of the sequence in it) of a position, in constant time."""
-        return self._phase(position).find(position)
+        return self._interval(position).find(position)
 
     def sequence(self, position: int) -> np.ndarray:
         source, index = self.find(position)
-        return self.ingredients[source].order.sequence(index)
+        return self.sources[source].order.sequence(index)
 
     def document_starts(self, position: int) -> np.ndarray:
         source, index = self.find(position)
-        return self.ingredients[source].order.document_starts(index)
+        return self.sources[source].order.document_starts(index)
 
     def left_over(self, position: int) -> int:
         """Returns the sum over sources of what is left over of their epochs."""
-        counts = self._phase(position).counts(position)
-        return sum(each.order.left_over(count) for each, count in zip(self.ingredients, counts, strict=True))
+        counts = self._interval(position).counts(position)
+        return sum(each.order.left_over(count) for each, count in zip(self.sources, counts, strict=True))
 
-    def _phase(self, position: int) -> _Phase:
-        return self._phases[bisect_right(self._phases, position, key=lambda phase: phase.first) - 1]
+    def _interval(self, position: int) -> _Interval:
+        return self._intervals[bisect_right(self._intervals, position, key=lambda interval: interval.first) - 1]
 
 
 class SegmentedOrder:
@@ -409,7 +407,7 @@ class SegmentedOrder:
         if not isinstance(order, Mixture):
             return order, 0, index
         source, index = order.find(index)
-        return order.ingredients[source].order, source, index
+        return order.sources[source].order, source, index
 
     def sequence(self, position: int) -> np.ndarray:
         order, index = self._find(position)
@@ -432,7 +430,7 @@ class SegmentedOrder:
 
 
 def _lengths(tokens: int) -> str:
-    """Returns the lengths of a sequence that so many tokens are enough for, as it is told."""
+    """Returns the sequence lengths that are legal for so many tokens, as text."""
     return f"1 to {tokens - 1}, or add text" if tokens > 1 else "none; add text"
 
 
