@@ -31,7 +31,7 @@ from training.checkpoint_files import (
     Damaged,
     Manifest,
     Removed,
-    by_age,
+    by_recency,
     is_same,
     list_steps,
     read_verified,
@@ -125,7 +125,7 @@ def checkpoint_of(folder: Path, step: int, *, who: str = "generate", full: bool 
     steps = list_steps(folder)
     if step >= 0 and step not in steps:
         raise ValueError(f"--step {step}: {folder} has {', '.join(map(str, steps)) or 'no checkpoint'}")
-    for candidate in [step] if step >= 0 else by_age(folder):
+    for candidate in [step] if step >= 0 else by_recency(folder):
         path = step_folder(folder, candidate)
         try:
             manifest = read_verified(path)

@@ -365,8 +365,8 @@ class Checkpointer:
         later = [step for step in files.list_steps(self.folder) if step >= before]
         own, abandoned = files.newest(self.folder, exclude=later), self._uploader.abandoned
         stored = {step: found for step, found in self._stored().items() if not found or abandoned.get(step) != found}
-        recency = {step: found.age if found else (0, step) for step, found in stored.items()}
-        own_recency = files.age(self.folder, own)
+        recency = {step: found.recency if found else (0, step) for step, found in stored.items()}
+        own_recency = files.recency(self.folder, own)
         self._uploader.replaceable.update(stored)  # by this launch, if it trains these steps again
         if wanted >= 0 and wanted not in (*stored, *files.list_steps(self.folder)):
             phrase = steps_phrase([*stored], wanted)
@@ -420,8 +420,8 @@ class Checkpointer:
 
         def newest() -> int:
             own = files.newest(self.folder, kind=kind) or 0
-            stored = (found.age for found in self._stored().values() if found and found.kind == kind)
-            return max([files.age(self.folder, own), *stored])[1]
+            stored = (found.recency for found in self._stored().values() if found and found.kind == kind)
+            return max([files.recency(self.folder, own), *stored])[1]
 
         return self._ranks.on_rank0(newest)
 
@@ -626,7 +626,7 @@ class Checkpointer:
         """Returns on all ranks manifest_or_problem of these steps (None: of all, the newest first). Collective."""
 
         def survey() -> dict[int, Manifest | str]:
-            found = files.by_age(self.folder) if steps is None else steps
+            found = files.by_recency(self.folder) if steps is None else steps
             return {step: manifest_or_problem(files.step_folder(self.folder, step)) for step in found}
 
         return self._ranks.on_rank0(survey)

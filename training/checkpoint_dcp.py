@@ -46,12 +46,8 @@ from training.checkpoint_files import EMA_STATE, ROWS_STATE, SPIKES_STATE, Diges
 
 States = dict[str, dict[str, Any]]
 
-_OPTIONAL = (
-    "optimizer.param_groups.",
-    f"{ROWS_STATE}.",
-    f"{SPIKES_STATE}.",
-    f"{EMA_STATE}.",
-)  # may be missing in the run or in the checkpoint
+# may be missing in the run or in the checkpoint
+_OPTIONAL = ("optimizer.param_groups.", f"{ROWS_STATE}.", f"{SPIKES_STATE}.", f"{EMA_STATE}.")
 _HASHED_IN_THREAD_BYTES = 1 << 20  # longer writes are hashed in a second thread while the kernel copies them
 # A rank loads every chunk that overlaps its shard as a whole: with one chunk of gigabytes, each of a thousand ranks would read all of it.
 CHUNK_BYTES = 64 << 20

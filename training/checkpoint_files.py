@@ -90,9 +90,8 @@ class Manifest:
         return sum(file.size_bytes for file in self.files)
 
     @property
-    def age(self) -> tuple[int, int]:
-        """Orders checkpoints, the newest last. A step of an older branch is older, however far it was: the run went back to before it, and
-        made it again or has yet to do so."""
+    def recency(self) -> tuple[int, int]:
+        """Orders checkpoints, the newest last: steps of an older branch are older, whatever their numbers."""
         return self.branch, self.step
 
     def to_json(self) -> str:
@@ -178,13 +177,13 @@ def list_steps(folder: Path) -> list[int]:
     return sorted(int(match[1]) for name in names if (match := _NAME.fullmatch(name)))
 
 
-def by_age(folder: Path) -> list[int]:
+def by_recency(folder: Path) -> list[int]:
     """Returns the steps that have a folder, the newest first."""
-    return sorted(list_steps(folder), key=lambda step: age(folder, step), reverse=True)
+    return sorted(list_steps(folder), key=lambda step: recency(folder, step), reverse=True)
 
 
-def age(folder: Path, step: int | None) -> tuple[int, int]:
-    """Returns Manifest.age of a step, as far as its manifest can be read; None: older than each."""
+def recency(folder: Path, step: int | None) -> tuple[int, int]:
+    """Returns Manifest.recency of a step, as far as its manifest can be read; None: older than each."""
     return (-1, -1) if step is None else (branch_of(step_folder(folder, step)), step)
 
 
@@ -365,7 +364,7 @@ def outdated(kinds: Mapping[int, str], keep: int, *, written: int, damaged: Coll
 
 def newest(folder: Path, *, kind: str = "full", exclude: Collection[int] = ()) -> int | None:
     """Returns the newest checkpoint of that kind whose files all exist; contents are not read."""
-    steps = (step for step in by_age(folder) if step not in exclude)
+    steps = (step for step in by_recency(folder) if step not in exclude)
     return next((step for step in steps if _kind(step_folder(folder, step)) == kind), None)
 
 

@@ -59,10 +59,8 @@ TRACES = "comm_traces"  # the flight recorder's files, in the folder of the run 
 class Components:
     """Builds the components of one rank, in the order in which they depend on each other; train.Run is the loop over them."""
 
-    HEALED_STATES: tuple[str, ...] = (
-        "model",
-        "optimizer",
-    )  # of these two, those that a healing group receives; resume adds others
+    # of model and optimizer, those that a healing group receives; `resume` adds further states
+    HEALED_STATES: tuple[str, ...] = ("model", "optimizer")
 
     def __init__(
         self,

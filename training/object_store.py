@@ -105,8 +105,8 @@ class ObjectStore:
 
     def is_ahead_of(self, folder: Path) -> bool:
         """Returns True if the newest full checkpoint here is newer than that of a folder."""
-        own_recency = files.age(folder, files.newest(folder))
-        return any(found.age > own_recency for found in self.manifests().values() if found and found.kind == "full")
+        own_recency = files.recency(folder, files.newest(folder))
+        return any(found.recency > own_recency for found in self.manifests().values() if found and found.kind == "full")
 
     def manifest(self, step: int) -> Manifest:
         try:

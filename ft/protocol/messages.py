@@ -571,9 +571,8 @@ class QuorumResult(Event):
     recover_dst_replica_ranks: tuple[int, ...]  # replica_ranks that heal from this group
     # holders that may be assigned slots, by replica_rank; with slots_per_step some get none
     participants: tuple[str, ...]
-    assigned: (
-        int  # number of slots in the holders' open assignment; 0: they have none, or different ones, and make a new one
-    )
+    # number of slots in the holders' open assignment; 0: they have none, or different ones, and make a new one
+    assigned: int
     same_generation: bool = False  # True: the rank has formed this generation's process group already, and keeps it
     handles: tuple[str, ...] = ()  # address at which the same rank of each member answers probes; "": unknown
 

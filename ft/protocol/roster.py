@@ -79,9 +79,7 @@ class Roster:
         self.live: dict[str, str] = {}  # name -> its one live id
         self.lost: OrderedDict[str, str] = OrderedDict()  # id -> reason of the loss
         self.refused_as_lost: set[str] = set()  # lost ids that have been refused as LOST
-        self.previous: frozenset[str] = (
-            frozenset()
-        )  # ids of the newest quorum issued: the previous one of that which is formed
+        self.previous = frozenset[str]()  # ids of the newest quorum issued, which precedes the one that is formed next
         self._incarnations: frozenset[str] = frozenset()  # of these ids: a lost one comes back under a new id
         self.left_cleanly: set[str] = set()  # previous members that left on purpose
         self.no_longer_members: dict[str, float] = {}  # live id -> time of the quorum without it

@@ -280,10 +280,10 @@ class LighthouseService:
             pending.give(reply.SerializeToString())
 
     def _notify(self, effect: m.Notify) -> None:
-        if (
-            isinstance(effect.notice, m.MemberLost) and effect.notice.quorum_id != self._lost_in
-        ):  # else a reopened stream's
-            self.lost, self._lost_in = self.lost + 1, effect.notice.quorum_id
+        notice = effect.notice
+        # not one that is repeated to a reopened stream
+        if isinstance(notice, m.MemberLost) and notice.quorum_id != self._lost_in:
+            self.lost, self._lost_in = self.lost + 1, notice.quorum_id
         message = pharos_pb2.Down(notice=codec.notice_message(effect.notice)).SerializeToString()
         for replica_id in effect.replica_ids:
             self._send(replica_id, message)
