@@ -32,6 +32,7 @@ BEAT_S = 1.0  # period of a slow group, which is stopped for three quarters of i
 LINK_MEGABITS = 8.0
 QUIET_S = 10.0  # a group without a commit for this long does not take part
 SAVE_S = 60.0  # for the checkpoint that a dead writer was to save
+BEGINS_S = 600.0  # until a save begins
 JOINERS = 3  # deaths of one joiner while it heals
 WRONG_S, BAD_INPUT = 60.0, 2  # for a launch with a bad model to fail; its exit code
 
@@ -147,7 +148,8 @@ def killed_in_a_save(job: DrillJob) -> tuple[str, float, int]:
     """Kills the group that saves, the first participant of the quorum, during a save. Returns its name, the time and the step."""
     name = job.quorum.participants[0]
     pids, existing = job.processes(name), {path.name for path in job.checkpoints.glob("step-*")}
-    while True:
+    end_s = time.monotonic() + BEGINS_S
+    while time.monotonic() < end_s:
         job.look()
         for _ in range(20):  # job.look() takes longer than writing a small checkpoint
             for path in job.checkpoints.glob("step-*.partial-*"):
@@ -155,6 +157,7 @@ def killed_in_a_save(job: DrillJob) -> tuple[str, float, int]:
                     signal_all(pids, signal.SIGKILL)
                     return name, time.monotonic(), int(path.name.partition(".")[0].removeprefix("step-"))
             time.sleep(0.001)
+    raise job.failure(f"not in {BEGINS_S:g} s: group {name} begins a save")
 
 
 # ------------------------------------------------------------------------------------------------ pauses

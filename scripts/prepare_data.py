@@ -33,7 +33,8 @@ import numpy as np
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:] = [str(ROOT), *(folder for folder in sys.path if folder != str(ROOT / "scripts"))]
 
-from training.config import need  # noqa: E402 (our packages first)
+from scripts.launch import cores_here  # noqa: E402 (our packages first)
+from training.config import need  # noqa: E402
 from training.data.cache import BUCKETS, bucket_of  # noqa: E402
 from training.data.sources import TEXT_SUFFIXES, SourceFile, TextSource, find_files, text_source  # noqa: E402
 from training.data.store import FORMAT, MANIFEST, Store, StoreSettings, StoreWriter  # noqa: E402
@@ -76,7 +77,9 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--tokenizer", default="", metavar="PATH", help='tokenizer.json or its folder; "": bytes')
     parser.add_argument("--text-key", default="text", help="field with the text of a record")
     parser.add_argument("--held-out", type=float, default=0.03, help="share of the documents that is held out")
-    parser.add_argument("--processes", type=int, default=cores(), help="processes that tokenise; default: the cores")
+    parser.add_argument(
+        "--processes", type=int, default=max(1, cores_here()), help="processes that tokenise; default: the cores"
+    )
     parser.add_argument("--shard-tokens", type=int, default=1 << 28, help="ids in a shard, at least")
     parser.add_argument("--verify", type=Path, metavar="DIR", help="compare the files of a store with their digests")
     options = parser.parse_args(argv)
@@ -248,10 +251,6 @@ def _encode(documents: list[bytes]) -> Encoded:
         return np.empty(0, np.uint32), np.empty(0, np.int64), np.empty(0, bool)
     ids, lengths = _tokenizer.encode_documents(documents)
     return ids, lengths, np.array([bucket_of(document) < _first_bucket for document in documents])
-
-
-def cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def fail(error: object, code: int) -> int:
