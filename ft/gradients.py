@@ -59,7 +59,7 @@ from ft.buckets import (
 from ft.device import streams_of
 from ft.process_groups.base import GroupWork
 from ft.quantized import CollectiveQueue, ErrorFeedback
-from ft.user_sums import ManagedAllreduce
+from ft.user_allreduce import UserAllreduce
 
 
 @dataclass
@@ -79,7 +79,7 @@ class _Attempt:
     works: list[dist.Work] = field(default_factory=list)
     tail: Tensor | None = None  # None: not launched yet
     complete: bool = False
-    allreduces: list[ManagedAllreduce] = field(default_factory=list)  # those of the step, once the step has ended
+    allreduces: list[UserAllreduce] = field(default_factory=list)  # those of the step, once the step has ended
     queue: CollectiveQueue | None = None  # used for every collective from the first quantised one on
 
 
@@ -92,7 +92,7 @@ class _StepState:
     is_lost: bool = False  # a failed attempt has overwritten or freed gradients
     after_last_backward: bool = False
     problem: str = ""  # error that was found while buckets were launched; launch_remaining raises it
-    allreduces: list[ManagedAllreduce] = field(default_factory=list)  # in the order they were handed over
+    allreduces: list[UserAllreduce] = field(default_factory=list)  # in the order they were handed over
 
 
 class Gradients:
@@ -435,7 +435,7 @@ class Gradients:
                     "call allreduce of a tensor inside a step, before its reduction is launched, and not during its last backward"
                 )
             buffers = self._buffers = self._buffers or BufferPool(shared=self._shared)
-            user_allreduce = ManagedAllreduce(
+            user_allreduce = UserAllreduce(
                 tensor,
                 buffers,
                 mean=mean,
@@ -566,9 +566,7 @@ class Gradients:
         while attempt.launched < len(attempt.missing) - 1:
             self._launch_next_bucket(attempt, zeros=zeros)
 
-    def _launch_user_allreduce(
-        self, attempt: _Attempt, user_allreduce: ManagedAllreduce, *, after_buckets: bool
-    ) -> None:
+    def _launch_user_allreduce(self, attempt: _Attempt, user_allreduce: UserAllreduce, *, after_buckets: bool) -> None:
         if user_allreduce.after_buckets == after_buckets and not user_allreduce.launched:
             via = self._queue(attempt) if user_allreduce.quantized else attempt.queue or attempt.process_group
             attempt.works.append(user_allreduce.launch(via, attempt.num_participants, contributes=attempt.contributes))

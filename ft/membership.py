@@ -42,8 +42,8 @@ class ReplicaGroupConfig:
 
 @dataclass(frozen=True)
 class Membership:
-    """A rank's membership in its group (elsewhere in ft, membership is that of a group in the quorum). Rank 0 has `server`, which it
-    closes, and `rendezvous_store`; other ranks have neither."""
+    """A rank's place in its own group, which it has joined. Rank 0 has `server`, which it closes, and `rendezvous_store`; other ranks have
+    neither."""
 
     replica_id: str
     address: str  # address of the group server

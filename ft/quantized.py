@@ -1,6 +1,6 @@
 """All-reduce in int8, with error feedback: a quarter of the bytes, and the rounding error of one reduction is added to the next.
 
-Flow: gradients.py and user_sums.py send through a CollectiveQueue if a reduction is quantised; quantize and dequantize define the format.
+Flow: gradients.py and user_allreduce.py send quantised reductions through a CollectiveQueue; quantize and dequantize define the format.
 
 A reduction is two exchanges. Each rank owns a share of the tensor. First every rank sends each owner that owner's share of its values, in
 int8 (all-to-all); owners add these up in fp32, in the order of ranks, and send the sums to all, in int8 again (all-gather). So a rank sends

@@ -4,6 +4,7 @@
 For each position: its source, and each document in it, with its number in the store (for [[training.skip]]), its tokens and the beginning
 of their text. A position is the number of a sequence in the order of the data, as in messages and in samples.jsonl. RUN is a run's folder,
 or a config file before the first launch. Reads the data and, for changes of settings, the newest checkpoint; one process, no GPU.
+Exit code: 0; 2 bad input; 1 storage.
 """
 
 from __future__ import annotations

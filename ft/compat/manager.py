@@ -52,7 +52,7 @@ from ft.quantized import ErrorFeedback
 from ft.rpc.access import Access, check_scheme
 from ft.rpc.driver import Observer
 from ft.seam import Commit
-from ft.user_sums import ManagedAllreduce
+from ft.user_allreduce import UserAllreduce
 
 T = TypeVar("T")
 IGNORED = {  # arguments of torchft without effect here, with the reason
@@ -440,7 +440,7 @@ class Manager:
 
     def _reduce_late(self, tensor: Tensor, *, mean: bool) -> GroupWork:
         """Reduces a tensor after the step was decided, without quantisation: a failure affects only the tensor."""
-        user = ManagedAllreduce(tensor, self._late, mean=mean, keep=False, after_buckets=True)
+        user = UserAllreduce(tensor, self._late, mean=mean, keep=False, after_buckets=True)
         user.launch(self._pg, self.num_participants(), contributes=self.is_participating())
         user.work.get_future().add_done_callback(lambda _: user.forget())
         return user.work

@@ -19,7 +19,7 @@ from ft.process_groups.base import GroupWork
 from ft.quantized import CollectiveQueue, ErrorFeedback
 
 
-class ManagedAllreduce:
+class UserAllreduce:
     """One such all-reduce, over all attempts of a step. `work`: the user's; it never fails, and when it ends the tensor has the result, or
     on a failure its own values. `mean`: divide the sum by the participants. `keep`: keep the values for a retry. `repeat`: a retry may
     write the result. `after_buckets`: it was requested after the last backward. `quantized`, `feedback`: as in
