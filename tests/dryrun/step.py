@@ -208,7 +208,7 @@ def _weight(run: Run) -> Tensor:
 
 
 def _state(run: Run) -> dict[str, Tensor]:
-    """Of the first parameter, in the optimizer."""
+    """Returns the optimizer's state of the first parameter."""
     return run.optimizer.state[run.parameters[0]]
 
 

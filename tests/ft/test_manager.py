@@ -405,7 +405,7 @@ def test_a_partly_healed_state_is_not_taken_for_the_initial_one(touched: bool):
 
 
 def test_trained_weights_are_not_taken_for_the_initial_ones():
-    """Of a torchft program, which loads its checkpoint before its first quorum, and is told later to load one."""
+    """A torchft program loads its checkpoint before its first quorum; here it is told later to load one."""
 
     class Told(Manager):
         def tell(self) -> None:
