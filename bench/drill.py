@@ -147,7 +147,7 @@ def drill(asked: DrillRequest, cleanup: ExitStack) -> int:
             failed = str(why)
     verdicts = [Verdict("all groups were together after every fault", not failed, failed or f"{len(incidents)} faults")]
     if incidents:
-        verdicts += faults.judge(job.run, job.diaries, incidents, job.config.fault_tolerance)
+        verdicts += faults.judge(job.run, job.event_logs, incidents, job.config.fault_tolerance)
     if disk:
         verdicts.append(faults.figures_complete(job.run))
     if not asked.no_twin and not failed:
@@ -228,7 +228,7 @@ def finish(asked: DrillRequest) -> Verdict:
 
 def figures(job: DrillJob, incident: Incident, began_s: float) -> list[str]:
     """Returns the cells of the incident's row: kind, target and step, otherwise seconds."""
-    next_s, gap_s = faults.next_commit_s(job.diaries, incident), faults.longest_gap_s(job.diaries, incident)
+    next_s, gap_s = faults.next_commit_s(job.event_logs, incident), faults.longest_gap_s(job.event_logs, incident)
     at_s, back_s = f"{incident.at_s - began_s:.1f}", f"{incident.back_s - incident.at_s:.1f}"
     return [incident.kind, incident.target, at_s, str(incident.step), f"{next_s:.2f}", f"{gap_s:.2f}", back_s]
 

@@ -1,8 +1,8 @@
 """The faults of the drill, and the checks of a job after faults: what must hold, and how long a fault may delay the other groups.
 
 Flow: drill.py gets the order of faults from `plan`, and calls `inject` for each, which returns when all groups train together again, and
-raises Failed for errors that show at once. When the job has ended, the event logs (`Diary`) and the incidents are checked; these functions
-are pure except for reading the run's files.
+raises Failed for errors that show at once. When the job has ended, the event logs (`EventLog`) and the incidents are checked; these
+functions are pure except for reading the run's files.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pathlib import Path
 from statistics import median
 
 from bench.drill_job import Disk, DrillJob, Network
-from bench.job import Diary, DiaryLine, gaps, longest_gap, rows, signal_all
+from bench.job import EventLine, EventLog, gaps, longest_gap, rows, signal_all
 from ft.config import FaultTolerance
 from scripts import samples
 from training.drill import CORRUPT, HANG
@@ -107,10 +107,10 @@ def hang(job: DrillJob, dice: random.Random) -> Incident:
     name, rank, count = job.pick(dice), dice.randrange(job.ranks), len(job.live)
     _order(job, name, HANG, rank)
     at_s = time.monotonic()
-    others = [job.diaries[other] for other in job.live if other != name]
+    others = [job.event_logs[other] for other in job.live if other != name]
 
     def go_on() -> bool:
-        return all(any(x.contributors < count for x in diary.since(at_s, "commit")) for diary in others)
+        return all(any(x.contributors < count for x in event_log.since(at_s, "commit")) for event_log in others)
 
     job.until(f"a step of the others while rank {rank} of group {name} hangs", go_on)
     return Incident(f"rank {rank} of group {name}", {name}, at_s, job.kill(name))
@@ -118,7 +118,7 @@ def hang(job: DrillJob, dice: random.Random) -> Incident:
 
 def _order(job: DrillJob, name: str, what: str, rank: int) -> None:
     """Makes a trainer inject a fault at the next step boundary (training/drill.py)."""
-    order = job.diaries[name].folder / what
+    order = job.event_logs[name].folder / what
     order.with_suffix(".new").write_text(str(rank))
     order.with_suffix(".new").replace(order)
     job.until(f"a {what}", lambda: not order.exists())
@@ -126,9 +126,9 @@ def _order(job: DrillJob, name: str, what: str, rank: int) -> None:
 
 def joiner(job: DrillJob, name: str) -> None:
     """Kills a group, and kills it again each time that it begins to heal."""
-    since_s = job.kill(name)
+    since_s, own = job.kill(name), job.event_logs[name]
     for _ in range(JOINERS):
-        job.until(f"a heal of group {name}", lambda: any(x.heals for x in job.diaries[name].since(since_s, "quorum")))  # noqa: B023
+        job.until(f"a heal of group {name}", lambda: any(x.heals for x in own.since(since_s, "quorum")))  # noqa: B023
         since_s = job.kill(name)
 
 
@@ -246,7 +246,7 @@ def pair(job: DrillJob, dice: random.Random, *, forming: bool, at_store: bool) -
         comes = job.pick(dice)
         holders, number, hit = [name for name in holders if name != comes], number + 1, {comes}
         killed_s = job.kill(comes)
-        job.until(f"a start of group {comes}", lambda: job.diaries[comes].since(killed_s, "start"))
+        job.until(f"a start of group {comes}", lambda: job.event_logs[comes].since(killed_s, "start"))
     store = holders[number % len(holders)]  # the rule of ft/protocol/group.py for rank 0
     others = [name for name in names if name != store]
     one, other = (store, job.pick(dice, others)) if at_store else sorted(dice.sample(others, 2), key=int)
@@ -255,7 +255,7 @@ def pair(job: DrillJob, dice: random.Random, *, forming: bool, at_store: bool) -
     job.hold(job.pair_s)
     job.network.part(one, other, False)
     repaired_s = time.monotonic()
-    hit |= {name for name in (one, other) if not job.diaries[name].since(repaired_s - QUIET_S, "commit")}
+    hit |= {name for name in (one, other) if not job.event_logs[name].since(repaired_s - QUIET_S, "commit")}
     return Incident(f"groups {one} and {other}, store at {store}", hit, at_s, repaired_s)
 
 
@@ -267,7 +267,9 @@ def corrupt(job: DrillJob, dice: random.Random) -> Incident:
     name, rank = job.pick(dice), dice.randrange(job.ranks)
     _order(job, name, CORRUPT, rank)
     flipped_s = time.monotonic()
-    job.until("detection of the flipped bit", lambda: job.diaries[name].since(flipped_s, "healed", "start", rank=rank))
+    job.until(
+        "detection of the flipped bit", lambda: job.event_logs[name].since(flipped_s, "healed", "start", rank=rank)
+    )
     return Incident(f"a bit of rank {rank} of group {name}", {name})
 
 
@@ -360,7 +362,7 @@ def inject(job: DrillJob, variant: str, dice: random.Random) -> Incident:
     if variant == "corrupt":
         job.compared()
     before, at_s = frozenset(job.live), time.monotonic()
-    step = max(job.diaries[name].step for name in before)
+    step = max(job.event_logs[name].step for name in before)
     found = HARMS[variant](job, dice)
     job.together()
     return replace(
@@ -383,40 +385,40 @@ class Verdict:
         return f"{'yes' if self.holds else 'NO '}  {self.name}: {self.words}"
 
 
-Diaries = Mapping[str, Diary]
+EventLogs = Mapping[str, EventLog]
 Trained = Mapping[int, set[str]]  # step -> the groups that contributed
 
 
-def judge(run: Path, diaries: Diaries, incidents: Sequence[Incident], settings: FaultTolerance) -> list[Verdict]:
+def judge(run: Path, event_logs: EventLogs, incidents: Sequence[Incident], settings: FaultTolerance) -> list[Verdict]:
     """Returns the verdicts that must hold for any job with faults."""
     rows = samples.read(run / samples.FILE_NAME)
     trained = {row.step: {owner.partition(":")[0] for owner in row.slots.values()} for row in rows}
-    history = [survivors_went_on(diaries, incidents, trained), bitwise_equal(diaries, incidents)]
-    return [*history, ledger_exact(run), in_time(diaries, incidents, settings)]
+    history = [survivors_went_on(event_logs, incidents, trained), bitwise_equal(event_logs, incidents)]
+    return [*history, ledger_exact(run), in_time(event_logs, incidents, settings)]
 
 
-def survivors_went_on(diaries: Diaries, incidents: Sequence[Incident], trained: Trained) -> Verdict:
+def survivors_went_on(event_logs: EventLogs, incidents: Sequence[Incident], trained: Trained) -> Verdict:
     """Checks that no survivor of a fault died, discarded or skipped a step, or stopped. An all-reduce may complete in one survivor and fail
     in a second one, which then gets the committed step from the first, with its own gradients in it: that is not a loss."""
     problems, steps, taken = list[str](), list[int](), 0
     for incident in incidents:
         for name in sorted(incident.survivors):
-            found = list(_lost(diaries[name], incident, trained))
+            found = list(_lost(event_logs[name], incident, trained))
             taken += found.count("")
             problems += [f"{incident.kind}: group {name} {what}" for what in found if what]
-            steps.append(len(diaries[name].since(incident.at_s, "commit", to_s=incident.back_s)))
+            steps.append(len(event_logs[name].since(incident.at_s, "commit", to_s=incident.back_s)))
     words = f"{len(problems)} problems in {len(steps)} cases; {taken} steps received from a survivor whose all-reduces were complete; "
     words += f"at least {min(steps, default=0)} steps from a fault until all groups are back"
     return Verdict("survivors continued, 0 steps lost", not problems, "; ".join([words, *problems[:10]]))
 
 
-def _lost(diary: Diary, incident: Incident, trained: Trained) -> Iterator[str]:
+def _lost(event_log: EventLog, incident: Incident, trained: Trained) -> Iterator[str]:
     """Yields descriptions of lost steps; "" for a step that a survivor healed from a different group, with its own gradients in it."""
-    lines = diary.since(incident.at_s, *EVENTS, to_s=incident.back_s)
-    before = [line.step for line in diary.since(0.0, "commit") if line.at_s < incident.at_s]
+    lines = event_log.since(incident.at_s, *EVENTS, to_s=incident.back_s)
+    before = [line.step for line in event_log.since(0.0, "commit") if line.at_s < incident.at_s]
     step = before[-1] if before else 0  # not the highest: after the death of all groups they resume from a checkpoint
     for line in lines:
-        if line.event == "healed" and line.step == step + 1 and diary.name in trained.get(line.step, ()):
+        if line.event == "healed" and line.step == step + 1 and event_log.name in trained.get(line.step, ()):
             yield ""
         elif line.event != "commit":
             yield f"{line.event} at step {line.step}, after {step}"
@@ -427,29 +429,29 @@ def _lost(diary: Diary, incident: Incident, trained: Trained) -> Iterator[str]:
         yield "has committed nothing since"
 
 
-def next_commit_s(diaries: Diaries, incident: Incident, from_s: float | None = None) -> float:
+def next_commit_s(event_logs: EventLogs, incident: Incident, from_s: float | None = None) -> float:
     """Returns the seconds from the fault, or from `from_s`, to the next commit of a survivor, or of a restarted group if none survives."""
     from_s = since_s = incident.at_s if from_s is None else from_s
     if not incident.survivors:
-        since_s = min(diaries[name].since(from_s, "start")[0].at_s for name in incident.hit)
-    commits = [diaries[name].since(since_s, "commit")[:1] for name in incident.survivors or incident.hit]
+        since_s = min(event_logs[name].since(from_s, "start")[0].at_s for name in incident.hit)
+    commits = [event_logs[name].since(since_s, "commit")[:1] for name in incident.survivors or incident.hit]
     return min((line.at_s for lines in commits for line in lines), default=math.inf) - from_s
 
 
-def longest_gap_s(diaries: Diaries, incident: Incident) -> float:
+def longest_gap_s(event_logs: EventLogs, incident: Incident) -> float:
     """Returns the longest time between two commits of a survivor, from the fault until all were back."""
-    return longest_gap([diaries[n] for n in incident.survivors or incident.hit], incident.at_s, incident.back_s)
+    return longest_gap([event_logs[n] for n in incident.survivors or incident.hit], incident.at_s, incident.back_s)
 
 
-def bitwise_equal(diaries: Diaries, incidents: Sequence[Incident]) -> Verdict:
+def bitwise_equal(event_logs: EventLogs, incidents: Sequence[Incident]) -> Verdict:
     """Checks that equal commits of a rank have equal weights, and that all groups continue each step from one commit."""
     problems, weights, compared = list[str](), dict[tuple[int, int, str], str](), 0
     continued: dict[tuple[int, int, int], str] = {}  # (era, rank, step) -> commit
-    for name, diary in diaries.items():
-        for rank in range(len(diary.ranks)):
-            lines, all_died = _trusted(diary, rank, incidents), [x.at_s for x in incidents if x.kind == "all"]
+    for name, event_log in event_logs.items():
+        for rank in range(len(event_log.ranks)):
+            lines, all_died = _trusted(event_log, rank, incidents), [x.at_s for x in incidents if x.kind == "all"]
             # An era begins with a group's first start after all were killed; until it dies, the group is in the old one.
-            eras = [starts[0].at_s for at_s in all_died if (starts := diary.since(at_s, "start", rank=rank))]
+            eras = [starts[0].at_s for at_s in all_died if (starts := event_log.since(at_s, "start", rank=rank))]
             for line in lines:
                 compared += (state := (rank, line.step, line.commit_id)) in weights
                 if weights.setdefault(state, line.digest) != line.digest:
@@ -459,31 +461,31 @@ def bitwise_equal(diaries: Diaries, incidents: Sequence[Incident]) -> Verdict:
                 went_on = after.step == line.step + 1 and after.pid == line.pid
                 if went_on and continued.setdefault((era, rank, line.step), line.commit_id) != line.commit_id:
                     problems.append(f"group {name}, rank {rank} continued from a different commit of step {line.step}")
-    least = min((_steps_of_all(diaries, incident) for incident in incidents), default=0)
+    least = min((_steps_of_all(event_logs, incident) for incident in incidents), default=0)
     if incidents and least == 0:
         problems.append("after a fault no step was committed by all groups")
     words = f"{compared} digests compared, {len(problems)} problems; {least} or more steps of all groups after a fault"
     return Verdict("replicas bitwise equal", compared > 0 and not problems, "; ".join([words, *problems[:10]]))
 
 
-def _trusted(diary: Diary, rank: int, incidents: Sequence[Incident]) -> list[DiaryLine]:
+def _trusted(event_log: EventLog, rank: int, incidents: Sequence[Incident]) -> list[EventLine]:
     """Returns the commits of a group, except those between an injected bit flip and the heal or restart that repairs it."""
-    commits = diary.since(0.0, "commit", rank=rank)
+    commits = event_log.since(0.0, "commit", rank=rank)
     for incident in incidents:
-        if incident.kind == "corrupt" and diary.name in incident.hit:
+        if incident.kind == "corrupt" and event_log.name in incident.hit:
             flipped_s = max((line.at_s for line in commits if line.at_s < incident.at_s), default=0.0)
-            repaired_s = diary.since(incident.at_s, "healed", "start", rank=rank)[0].at_s
+            repaired_s = event_log.since(incident.at_s, "healed", "start", rank=rank)[0].at_s
             commits = [line for line in commits if not flipped_s <= line.at_s < repaired_s]
     return commits
 
 
-def _steps_of_all(diaries: Diaries, incident: Incident) -> int:
+def _steps_of_all(event_logs: EventLogs, incident: Incident) -> int:
     """Returns the number of steps that all groups committed with equal weights until `back_s`; of ranks, the minimum."""
     seen: dict[tuple[int, int, str, str], set[str]] = defaultdict(set)
-    ranks = range(len(next(iter(diaries.values())).ranks))
+    ranks = range(len(next(iter(event_logs.values())).ranks))
     for name in incident.live:
         for rank in ranks:
-            for line in diaries[name].since(incident.at_s, "commit", rank=rank, to_s=incident.back_s):
+            for line in event_logs[name].since(incident.at_s, "commit", rank=rank, to_s=incident.back_s):
                 seen[rank, line.step, line.commit_id, line.digest].add(name)
     whole = [rank for (rank, *_), names in seen.items() if names == incident.live]
     return min(whole.count(rank) for rank in ranks)
@@ -546,65 +548,71 @@ HUNG_MEDIANS = 5
 Figure = tuple[str, float, float]  # description, value, bound
 
 
-def in_time(diaries: Diaries, incidents: Sequence[Incident], settings: FaultTolerance) -> Verdict:
+def in_time(event_logs: EventLogs, incidents: Sequence[Incident], settings: FaultTolerance) -> Verdict:
     met, missed = list[str](), list[str]()
     for incident in incidents:
         bound = BOUNDS.get(incident.kind, lambda *_: ())
-        for words, value, at_most in bound(diaries, incident, settings):
+        for words, value, at_most in bound(event_logs, incident, settings):
             (met if value <= at_most else missed).append(f"{incident.kind}: {words} {value:.2f}, at most {at_most:.2f}")
     words = "; ".join([*(f"NOT {miss}" for miss in missed), *met]) or "no fault that has a bound"
     return Verdict("in time", not missed, words)
 
 
-def steady_s(diaries: Diaries, incident: Incident) -> float:
+def steady_s(event_logs: EventLogs, incident: Incident) -> float:
     """Returns the median step time of the survivors before the fault, in seconds."""
-    before = ([x for x in diaries[n].since(0.0, "commit") if x.at_s < incident.at_s] for n in incident.survivors)
+    before = ([x for x in event_logs[n].since(0.0, "commit") if x.at_s < incident.at_s] for n in incident.survivors)
     found = [gap for commits in before for gap in gaps(commits[-STEADY_STEPS:])]
     return median(found) if found else math.nan
 
 
-def _hang(diaries: Diaries, incident: Incident, settings: FaultTolerance) -> Iterator[Figure]:
+def _hang(event_logs: EventLogs, incident: Incident, settings: FaultTolerance) -> Iterator[Figure]:
     least_s = HUNG_LEAST_S if 2 * (len(incident.live) - 1) > len(incident.live) else HUNG_ALONE_S
-    limit_s = max(least_s, HUNG_MEDIANS * steady_s(diaries, incident))
-    yield "seconds without a step", longest_gap_s(diaries, incident), limit_s + SLACK_S
+    limit_s = max(least_s, HUNG_MEDIANS * steady_s(event_logs, incident))
+    yield "seconds without a step", longest_gap_s(event_logs, incident), limit_s + SLACK_S
 
 
-def _pair(diaries: Diaries, incident: Incident, settings: FaultTolerance) -> Iterator[Figure]:
+def _pair(event_logs: EventLogs, incident: Incident, settings: FaultTolerance) -> Iterator[Figure]:
     repaired_s, limit_s = incident.repaired_s, settings.heartbeat_timeout_s + settings.rendezvous_s + SLACK_S
-    commits = sorted(line.at_s for diary in diaries.values() for line in diary.since(0.0, "commit"))
+    commits = sorted(line.at_s for event_log in event_logs.values() for line in event_log.since(0.0, "commit"))
     while_s = [at_s for at_s in commits if incident.at_s <= at_s <= repaired_s]
     before_s = [at_s for at_s in commits if at_s < incident.at_s][-1:]
     waits = [after - before for before, after in pairwise([*before_s, *while_s, repaired_s])]
     yield "seconds without a step of any group", max(waits), limit_s
-    quiet = [name for name in incident.live if not diaries[name].since(repaired_s - QUIET_S, "commit", to_s=repaired_s)]
+    quiet = [
+        name for name in incident.live if not event_logs[name].since(repaired_s - QUIET_S, "commit", to_s=repaired_s)
+    ]
     yield "excluded groups", len(quiet), 1
     yield "seconds from the repair until all are together", incident.back_s - repaired_s, BACK_S
 
 
-def _away(diaries: Diaries, incident: Incident, settings: FaultTolerance) -> Iterator[Figure]:
+def _away(event_logs: EventLogs, incident: Incident, settings: FaultTolerance) -> Iterator[Figure]:
     """Without a takeover limit no commit needs the lighthouse, so no step waits for it. Validations and saves count as part of a step."""
     if settings.takeover_s == 0:
-        yield "seconds without a step", longest_gap_s(diaries, incident), 2 * steady_s(diaries, incident) + SLACK_S
+        yield (
+            "seconds without a step",
+            longest_gap_s(event_logs, incident),
+            2 * steady_s(event_logs, incident) + SLACK_S,
+        )
     else:
-        next_s = next_commit_s(diaries, incident, incident.repaired_s)
+        next_s = next_commit_s(event_logs, incident, incident.repaired_s)
         yield "seconds from its return to the next step", next_s, 2 * SLACK_S
 
 
-def _capacity(diaries: Diaries, incident: Incident, settings: FaultTolerance) -> Iterator[Figure]:
-    starts = sorted(x.at_s for name in incident.hit for x in diaries[name].since(incident.repaired_s, "start")[:1])
+def _capacity(event_logs: EventLogs, incident: Incident, settings: FaultTolerance) -> Iterator[Figure]:
+    starts = sorted(x.at_s for name in incident.hit for x in event_logs[name].since(incident.repaired_s, "start")[:1])
     enough = starts[settings.min_replica_size - 2]  # with the survivor, min_replica_size groups
-    yield "seconds from the start of the missing groups", next_commit_s(diaries, incident, enough), SLACK_S
+    yield "seconds from the start of the missing groups", next_commit_s(event_logs, incident, enough), SLACK_S
 
 
-def _joiner(diaries: Diaries, incident: Incident, settings: FaultTolerance) -> Iterator[Figure]:
+def _joiner(event_logs: EventLogs, incident: Incident, settings: FaultTolerance) -> Iterator[Figure]:
     """Bounds the deaths after the first one, which is that of a member, not of a joiner."""
     [name] = incident.hit
-    first_s = diaries[name].since(incident.at_s, "start")[0].at_s
-    longest_s = longest_gap([diaries[other] for other in incident.survivors], first_s, incident.back_s)
-    yield "seconds of the longest step", longest_s, 2 * steady_s(diaries, incident) + 1
+    first_s = event_logs[name].since(incident.at_s, "start")[0].at_s
+    longest_s = longest_gap([event_logs[other] for other in incident.survivors], first_s, incident.back_s)
+    yield "seconds of the longest step", longest_s, 2 * steady_s(event_logs, incident) + 1
 
 
-BOUNDS: dict[str, Callable[[Diaries, Incident, FaultTolerance], Iterator[Figure]]] = {
+BOUNDS: dict[str, Callable[[EventLogs, Incident, FaultTolerance], Iterator[Figure]]] = {
     "hang": _hang,
     **dict.fromkeys(PAIRS, _pair),
     "lighthouse away": _away,

@@ -2,7 +2,7 @@
 Optionally (Linux, root) a network namespace per group, connected by a bridge with links that can be cut, and disks that can be filled: one
 for the run, one for the files of its groups and its lighthouse.
 
-Flow: drill.py creates the job; drill_faults.py injects faults; the event logs of the groups (`Diary` in job.py) record what they did.
+Flow: drill.py creates the job; drill_faults.py injects faults; the event logs of the groups (`EventLog` in job.py) record what they did.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import TypeVar
 
-from bench.job import Diary, DiaryLine, descendants, failure, signal_all, until
+from bench.job import EventLine, EventLog, descendants, failure, signal_all, until
 from bench.pairs import Failed
 from scripts.launch import LaunchSettings, ranks_here, threads_per_rank
 from scripts.replicas import ReplicaSupervisor, devices_of_groups, enabled, environment, prepare, start_lighthouse
@@ -70,7 +70,7 @@ class DrillJob(AbstractContextManager["DrillJob"]):
             self._env["TMPDIR"] = str(disk.temporary)
         self._env.setdefault("OMP_NUM_THREADS", threads_per_rank(groups))
         self.groups: dict[str, ReplicaSupervisor] = {}  # including those that have left
-        self.diaries: dict[str, Diary] = {}
+        self.event_logs: dict[str, EventLog] = {}
         self.gone: set[str] = set()  # drained, or finished
         self.away: set[str] = set()  # not restarted while in this set
         self.away_s, self.full_s, self.pair_s = AWAY_S, FULL_S, PAIR_S
@@ -106,7 +106,7 @@ class DrillJob(AbstractContextManager["DrillJob"]):
         if self.disk:
             self.disk.keep_diaries(self.folder / name, self.ranks)
         group = self.groups[name] = self.group(name)
-        self.diaries[name] = Diary(name, self.folder / name, self.ranks)
+        self.event_logs[name] = EventLog(name, self.folder / name, self.ranks)
         group.start()
         return name
 
@@ -132,7 +132,7 @@ class DrillJob(AbstractContextManager["DrillJob"]):
 
     def ranks_of(self, name: str) -> list[int]:
         """Returns the pids of the ranks, by their latest start."""
-        starts = [[line.pid for line in lines if line.event == "start"] for lines in self.diaries[name].ranks]
+        starts = [[line.pid for line in lines if line.event == "start"] for lines in self.event_logs[name].ranks]
         return [pids[-1] for pids in starts if pids]
 
     def server(self, name: str) -> list[int]:
@@ -145,13 +145,13 @@ class DrillJob(AbstractContextManager["DrillJob"]):
         return at_s
 
     @property
-    def quorum(self) -> DiaryLine:
-        lines = (next(x for x in reversed(self.diaries[name].ranks[0]) if x.event == "quorum") for name in self.live)
+    def quorum(self) -> EventLine:
+        lines = (next(x for x in reversed(self.event_logs[name].ranks[0]) if x.event == "quorum") for name in self.live)
         return max(lines, key=lambda line: line.quorum_id)
 
     @property
     def step(self) -> int:
-        return max(diary.step for diary in self.diaries.values())
+        return max(event_log.step for event_log in self.event_logs.values())
 
     @property
     def over(self) -> bool:
@@ -169,7 +169,7 @@ class DrillJob(AbstractContextManager["DrillJob"]):
             if name in self.away and group.process is None:
                 group.restart_at_s = time.monotonic() + 1
             group.poll(time.monotonic())
-            self.diaries[name].read()
+            self.event_logs[name].read()
             if group.code is not None and (name not in self.gone or group.code != 0):
                 raise self.failure(f"group {name} ended with exit code {group.code}")
 
@@ -186,8 +186,8 @@ class DrillJob(AbstractContextManager["DrillJob"]):
         since_s = since_s or time.monotonic()
 
         def holds() -> bool:
-            every = [(self.diaries[name], rank) for name in self.live for rank in range(self.ranks)]
-            last = (diary.since(since_s, "commit", "start", rank=rank)[-STEADY:] for diary, rank in every)
+            every = [(self.event_logs[name], rank) for name in self.live for rank in range(self.ranks)]
+            last = (event_log.since(since_s, "commit", "start", rank=rank)[-STEADY:] for event_log, rank in every)
             return all([line.contributors for line in lines] == [len(self.live)] * STEADY for lines in last)
 
         self.until(f"{STEADY} steps of {len(self.live)} groups", holds)
@@ -196,13 +196,13 @@ class DrillJob(AbstractContextManager["DrillJob"]):
         """Waits until all groups have compared weights since the latest start or heal of each: before that, three have no majority."""
         interval, count = self.config.fault_tolerance.digest_interval, len(self.live)
 
-        def is_compared(lines: Sequence[DiaryLine]) -> bool:
+        def is_compared(lines: Sequence[EventLine]) -> bool:
             since = max((number for number, line in enumerate(lines) if line.event in ("start", "healed")), default=0)
             compared = (line for line in lines[since:] if line.event == "commit" and line.step % interval == 0)
             return any(line.contributors == count for line in compared)
 
         what = "a comparison of the weights of all groups"
-        self.until(what, lambda: all(is_compared(self.diaries[name].ranks[0]) for name in self.live))
+        self.until(what, lambda: all(is_compared(self.event_logs[name].ranks[0]) for name in self.live))
 
     def end(self) -> None:
         for name in self.live:
@@ -213,12 +213,12 @@ class DrillJob(AbstractContextManager["DrillJob"]):
         """Waits until all groups have finished; the timeout is per step."""
         self.gone |= set(self.groups)
         while not self.over:
-            before = [diary.step for diary in self.diaries.values()]
+            before = [event_log.step for event_log in self.event_logs.values()]
             event = "a further step, or the end of all groups"
-            self.until(event, lambda: self.over or before != [diary.step for diary in self.diaries.values()])  # noqa: B023
+            self.until(event, lambda: self.over or before != [event_log.step for event_log in self.event_logs.values()])  # noqa: B023
 
     def failure(self, what: str) -> Failed:
-        logs = {f"{name} at step {self.diaries[name].step}": group.log for name, group in self.groups.items()}
+        logs = {f"{name} at step {self.event_logs[name].step}": group.log for name, group in self.groups.items()}
         return failure(what, logs)
 
     def __exit__(self, *_: object) -> None:
@@ -360,7 +360,7 @@ class Disk:
         """Keeps a group's event logs on a different disk, as a full disk must not lose their lines."""
         folder.mkdir(parents=True, exist_ok=True)
         for rank in range(ranks):
-            (folder / f"diary.{rank}.jsonl").symlink_to(self._elsewhere / f"{folder.name}.{rank}.jsonl")
+            (folder / f"event_log.{rank}.jsonl").symlink_to(self._elsewhere / f"{folder.name}.{rank}.jsonl")
 
     @staticmethod
     def fill(place: Path) -> None:

@@ -43,7 +43,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 
-from bench.job import ROOT, DiaryLine, JobSide, LighthouseProcess, RecoveryJob, ReplicaGroup, our_lighthouse
+from bench.job import ROOT, EventLine, JobSide, LighthouseProcess, RecoveryJob, ReplicaGroup, our_lighthouse
 from bench.pairs import Failed, Worker, in_turns, parser, ratio, table
 from bench.step import draw_on_device, our_model, start
 
@@ -433,10 +433,10 @@ def kill(device: str, kind: str, victim: str, watch_s: float, megabytes: int, de
         a, *others = job.groups
         nccl = {"NCCL_SOCKET_IFNAME": "lo", "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC": "30"}
 
-        def seen(group: ReplicaGroup, event: str, count: int = 1, of: int = 0, after_s: float = 0.0) -> DiaryLine:
+        def seen(group: ReplicaGroup, event: str, count: int = 1, of: int = 0, after_s: float = 0.0) -> EventLine:
             """Waits for the count-th such line after `after_s`, with `of` contributors (0: any)."""
 
-            def matching() -> list[DiaryLine]:
+            def matching() -> list[EventLine]:
                 found = [line for line in group.since(after_s, event) if of in (0, line.contributors)]
                 return found[count - 1 : count]
 

@@ -1,5 +1,5 @@
 """Processes that benchmarks start and harm: lighthouses, replica groups, forks of a process that has imported torch; and the event logs of
-replica groups (`Diary`), which ft/recording.py and replica.py write. Everything listens on free ports of the loopback interface.
+replica groups (`EventLog`), which ft/recording.py and replica.py write. Everything listens on free ports of the loopback interface.
 """
 
 from __future__ import annotations
@@ -176,7 +176,7 @@ def rows(run: Path) -> list[dict[str, Any]]:
 
 
 @dataclass(frozen=True)
-class DiaryLine:
+class EventLine:
     """A line of an event log (ft/recording.py; from `digest` on also replica.py). `weight`: value of all weights, nan if they differ."""
 
     event: str
@@ -198,18 +198,18 @@ class DiaryLine:
         return self.step, self.weight, self.digest
 
 
-class Diary:
+class EventLog:
     """The event log of one replica group over all its incarnations: the lines of each rank, oldest first."""
 
     def __init__(self, name: str, folder: Path, ranks: int = 1) -> None:
         self.name, self.folder = name, folder
-        self.ranks: list[list[DiaryLine]] = [[] for _ in range(ranks)]
+        self.ranks: list[list[EventLine]] = [[] for _ in range(ranks)]
         self._read_to = [0] * ranks
 
     def read(self) -> None:
         """Reads new lines; an incomplete last line is left to the next call."""
         for rank, lines in enumerate(self.ranks):
-            path = self.folder / f"diary.{rank}.jsonl"
+            path = self.folder / f"event_log.{rank}.jsonl"
             if not path.exists():
                 continue
             with path.open("rb") as file:
@@ -217,9 +217,9 @@ class Diary:
                 text = file.read()
             whole = text[: text.rfind(b"\n") + 1]
             self._read_to[rank] += len(whole)
-            lines += [DiaryLine(**json.loads(line)) for line in whole.splitlines()]
+            lines += [EventLine(**json.loads(line)) for line in whole.splitlines()]
 
-    def since(self, at_s: float, *events: str, rank: int = 0, to_s: float = math.inf) -> list[DiaryLine]:
+    def since(self, at_s: float, *events: str, rank: int = 0, to_s: float = math.inf) -> list[EventLine]:
         return [line for line in self.ranks[rank] if at_s <= line.at_s <= to_s and line.event in events]
 
     @property
@@ -228,14 +228,14 @@ class Diary:
         return next((line.step for line in reversed(self.ranks[0]) if line.event in ("commit", "start")), 0)
 
 
-def gaps(commits: Sequence[DiaryLine], from_s: float = 0.0, to_s: float = math.inf) -> list[float]:
+def gaps(commits: Sequence[EventLine], from_s: float = 0.0, to_s: float = math.inf) -> list[float]:
     """Returns the seconds between consecutive commits, for gaps that end between `from_s` and `to_s`."""
     return [b.at_s - a.at_s for a, b in pairwise(commits) if from_s <= b.at_s <= to_s]
 
 
-def longest_gap(diaries: Iterable[Diary], from_s: float, to_s: float = math.inf) -> float:
+def longest_gap(event_logs: Iterable[EventLog], from_s: float, to_s: float = math.inf) -> float:
     """Returns the longest gap between commits of any group, in seconds; nan without a gap."""
-    found = [gap for diary in diaries for gap in gaps(diary.since(0.0, "commit"), from_s, to_s)]
+    found = [gap for event_log in event_logs for gap in gaps(event_log.since(0.0, "commit"), from_s, to_s)]
     return max(found, default=math.nan)
 
 
@@ -264,7 +264,7 @@ class JobSide:
         return our_lighthouse(1, bind=bind, state_file=folder / "lighthouse.json") if self.name == "ours" else []
 
 
-class ReplicaGroup(Diary):
+class ReplicaGroup(EventLog):
     """A replica group that runs replica.py, over all its incarnations. `command`: the group's name and folder are appended to it."""
 
     def __init__(self, name: str, folder: Path, command: Sequence[str], env: Mapping[str, str]) -> None:
@@ -389,7 +389,7 @@ class RecoveryJob(AbstractContextManager["RecoveryJob"]):
 
         self.until(f"{count} steps of {contributors} groups", done, limit_s, lives=watched)
 
-    def finish(self, groups: Sequence[ReplicaGroup] | None = None) -> list[DiaryLine]:
+    def finish(self, groups: Sequence[ReplicaGroup] | None = None) -> list[EventLine]:
         """Lets `groups` (default: all) train to the same step and exit. Returns the last line of each."""
         finishing = self.groups if groups is None else groups
         last = max(group.step for group in finishing) + 20

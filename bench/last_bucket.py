@@ -21,7 +21,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run by path, from any folder
 
-from bench.job import Diary, Forked, until
+from bench.job import EventLog, Forked, until
 from bench.pairs import parser
 
 PARAMETERS, BUCKET_BYTES = (64, 8192), 256 << 10  # 2 MiB in 8 buckets: a reduction takes milliseconds
@@ -75,23 +75,23 @@ def check(kills: int) -> int:
     dice, lighthouse, began_s = random.Random(1), LighthouseServer("127.0.0.1:0", 1), time.monotonic()
     incidents, both = list[Incident](), frozenset("ab")
     with tempfile.TemporaryDirectory() as runs:
-        diaries = {name: Diary(name, Path(runs, name)) for name in "abc"}
+        event_logs = {name: EventLog(name, Path(runs, name)) for name in "abc"}
 
         def start(name: str) -> Forked:
             return Forked(("ft.recording", "ft.process_groups.gloo"), train, Path(runs, name), lighthouse.address())
 
         def read() -> None:
-            for diary in diaries.values():
-                diary.read()
+            for event_log in event_logs.values():
+                event_log.read()
 
         def wait(what: str, holds: Callable[[], bool]) -> None:
             until(what, holds, LIMIT_S, look=read)
 
         def together(since_s: float) -> bool:
-            return [line.contributors for line in diaries["c"].since(since_s, "commit")].count(3) >= 2
+            return [line.contributors for line in event_logs["c"].since(since_s, "commit")].count(3) >= 2
 
         def go_on(since_s: float) -> bool:
-            return all(len(diaries[name].since(since_s, "commit")) > 2 for name in both)
+            return all(len(event_logs[name].since(since_s, "commit")) > 2 for name in both)
 
         survivors = [start(name) for name in "ab"]
         for _ in range(kills):
@@ -101,7 +101,7 @@ def check(kills: int) -> int:
                 victim.hear()
             victim.hear()  # the next launch
             time.sleep(dice.uniform(0.0, MOMENT_S))
-            at_s, step = time.monotonic(), max(diaries[name].step for name in both)
+            at_s, step = time.monotonic(), max(event_logs[name].step for name in both)
             victim.kill()
             if incidents:
                 incidents[-1].back_s = at_s  # includes the join of the next group, at which no step may be lost either
@@ -113,12 +113,12 @@ def check(kills: int) -> int:
         wait("the survivors leave", lambda: not any(group.process.is_alive() for group in survivors))
         lighthouse.shutdown()
         read()
-    steps = max(diary.step for diary in diaries.values())
+    steps = max(event_log.step for event_log in event_logs.values())
     print(f"{kills} kills at the last bucket: {steps} steps in {time.monotonic() - began_s:.0f} s")
     trained = {step: set(both) for step in range(steps + 1)}
-    verdicts = [survivors_went_on(diaries, incidents, trained), bitwise_equal(diaries, incidents)]
-    last = min(diaries[name].step for name in both)
-    commits = [line for name in both for line in diaries[name].since(0.0, "commit") if line.step == last]
+    verdicts = [survivors_went_on(event_logs, incidents, trained), bitwise_equal(event_logs, incidents)]
+    last = min(event_logs[name].step for name in both)
+    commits = [line for name in both for line in event_logs[name].since(0.0, "commit") if line.step == last]
     ends = {(line.commit_id, line.digest) for line in commits}
     verdicts.append(Verdict("the survivors end equal", len(commits) == 2 and len(ends) == 1, f"step {last}"))
     print(*verdicts, sep="\n")

@@ -135,7 +135,7 @@ async def known_side(server: LighthouseProcess, groups: int) -> LoadSide:
     quorum = codec.quorum_from(pharos_pb2.QuorumReply.FromString(side.answer).quorum)
     static_quorum_id, quorum_id = codec.StaticQuorum.of(quorum).id, quorum.quorum_id
     await side.round()
-    assert pharos_pb2.QuorumReply.FromString(side.answer).HasField("same"), "not the short answer"
+    assert pharos_pb2.QuorumReply.FromString(side.answer).HasField("dynamic"), "not the short answer"
     return side
 
 
@@ -353,7 +353,7 @@ class Herd:
         self.streams[replica_id].healed_bytes = int(share * STATE_BYTES) if share < 1 else -1
 
     def tell(self, replica_id: str, lane: str, text: str) -> None:
-        self.do(self.streams[replica_id].write(happened=codec.happened_message(lane, self.step, text)))
+        self.do(self.streams[replica_id].write(timeline_event=codec.timeline_event_message(lane, self.step, text)))
 
     def leave(self, replica_id: str) -> None:
         self.do(self._leave(replica_id))

@@ -30,19 +30,19 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run by path, from any folder
 
 from bench.goodput import SEED, STEADY, GoodputRun, Storm, Victims
-from bench.job import Diary, DiaryLine, JobSide, RecoveryJob, ReplicaGroup, gaps, longest_gap
+from bench.job import EventLine, EventLog, JobSide, RecoveryJob, ReplicaGroup, gaps, longest_gap
 from bench.pairs import Failed, in_turns, machine, parser, table
 
 HEARTBEAT_TIMEOUT_S = 5.0  # the default of both sides
 STARTS = 20  # of `staggered`
 
 
-def refused(groups: Sequence[Diary], from_s: float) -> int:
+def refused(groups: Sequence[EventLog], from_s: float) -> int:
     """Returns the number of failed steps of the group that has most of them."""
     return max(len(group.since(from_s, "abort")) for group in groups)
 
 
-def weights(ends: Sequence[DiaryLine]) -> str:
+def weights(ends: Sequence[EventLine]) -> str:
     """Compares the weights of all groups, bit for bit, after the same step."""
     return "equal" if len({line.state for line in ends}) == 1 else "differ"
 
@@ -187,7 +187,7 @@ def print_rows(header: Sequence[str], row: Callable[[JobSide], list[str]], sides
 
 def stormy(
     side: JobSide, options: argparse.Namespace, groups: int, seconds: float, every_s: float, victims: Victims
-) -> tuple[GoodputRun, list[DiaryLine], list[ReplicaGroup]]:
+) -> tuple[GoodputRun, list[EventLine], list[ReplicaGroup]]:
     """Runs a job with kills. Returns the result, the last line of each group, and the groups, which have all ended at one step."""
     with RecoveryJob(side, groups, step_ms=options.step_ms) as job:
         seen = Storm(job).rage(seconds, every_s, every_s, victims)
@@ -221,7 +221,7 @@ def expendable(groups: list[ReplicaGroup]) -> list[ReplicaGroup]:
     return [group for group in groups if len(have) > 1 or group not in have]
 
 
-def unaccounted(groups: Sequence[Diary], ends: Sequence[DiaryLine]) -> list[str]:
+def unaccounted(groups: Sequence[EventLog], ends: Sequence[EventLine]) -> list[str]:
     """Returns descriptions of contradictions: each step must be committed, once per incarnation, with the same contributors in all groups.
 
     An incarnation that skips a step has healed to a later one: after a kill some survivors may have all sums and commit, others not. The

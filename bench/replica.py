@@ -3,7 +3,7 @@
     python replica.py ours|torchft|restart MB STEP_MS gloo|baby|nccl|... DEVICE GROUP FOLDER       env: TORCHFT_LIGHTHOUSE
 
 The model is MB megabytes of float32; a step sleeps STEP_MS, and all gradients are 1: after n steps every weight is exactly the number of
-the job's first group minus n / 1024. FOLDER/diary.0.jsonl has a line per event, as from ft/recording.py:
+the job's first group minus n / 1024. FOLDER/event_log.0.jsonl has a line per event, as from ft/recording.py:
 
     start        everything is loaded; no quorum has been requested yet
     commit       a step is committed; contributors: groups whose gradients are in it; sum_s: seconds of its reduction; free: device bytes
@@ -53,7 +53,7 @@ class Replica:
         self.optimizer.zero_grad()
         self.states: dict[str, Any] = {"model": self.model, "optimizer": self.optimizer}
         self.orders: dict[str, Any] = {}
-        self._file = (Path(folder) / "diary.0.jsonl").open("a", buffering=1, encoding="utf-8")
+        self._file = (Path(folder) / "event_log.0.jsonl").open("a", buffering=1, encoding="utf-8")
         threading.Thread(target=self._hear, daemon=True).start()
 
     def _hear(self) -> None:

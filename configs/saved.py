@@ -18,9 +18,9 @@ from configs.keys import to_text
 from configs.load import FILE_NAME, read_saved, section_types, with_share
 from configs.schema import RunConfig
 from parallelisms.mesh import degrees
-from training.appended import replace_file
 from training.checkpoint import CheckpointConfig
 from training.checkpoint_files import list_steps
+from training.durable_files import replace_file
 from training.object_store import ObjectStore, check_url, is_url
 
 BATCH = "training.global_batch_size"

@@ -29,7 +29,7 @@ class Agreement:
     All ranks make the same calls. The process group's timeout must exceed every wait for other replica groups:
     a rank waits here while others do so."""
 
-    whole_vote_s = 2.0  # timeout of rank 0's vote for all ranks, which wait in the broadcast meanwhile
+    joint_vote_s = 2.0  # timeout of rank 0's vote for all ranks, which wait in the broadcast meanwhile
 
     def __init__(self, process_group: dist.ProcessGroup) -> None:
         self._process_group = process_group
@@ -51,7 +51,7 @@ class Agreement:
             return outcome
         if vote.group_rank == 0:
             try:
-                outcome = client.vote(replace(vote, change=bool(change), whole=True), self.whole_vote_s)
+                outcome = client.vote(replace(vote, change=bool(change), joint=True), self.joint_vote_s)
             except RuntimeError as error:  # each rank's own vote gets it, too
                 log.info("no outcome of the vote of all ranks on step %s: %s", describe_step(vote.step), error)
             except TimeoutError:  # the server delays the commit; each rank's own vote waits for it

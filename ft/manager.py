@@ -135,7 +135,7 @@ class Manager:
             lambda: self.step * options.inner_steps,
             phase_timer or NoPhaseTimer(),
             record_event,
-            lambda *what: self.client.happened(*what),
+            lambda *what: self.client.show_event(*what),
             options.inner_steps,
             options.long_phase_s,
             # a torchft program may wait for its reductions by itself, in its body
@@ -378,7 +378,7 @@ class Manager:
         self._saved = saved
 
     def show_event(self, lane: str, text: str) -> None:
-        self.client.happened(lane, max(0, self.step), text)
+        self.client.show_event(lane, max(0, self.step), text)
 
     def close(self) -> None:
         if self.closed.is_set():
@@ -693,7 +693,7 @@ class Manager:
             self._assignment = None
             raise
         telemetry.wait_began_s = time.monotonic()
-        telemetry.current_wait = "sums"
+        telemetry.current_wait = "reduction"
         phase = "heal" if self.machine.void else "waiting"
         try:
             with telemetry.phase_timer.phase(phase):

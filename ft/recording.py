@@ -1,6 +1,6 @@
 """A record of each step of a rank, for fault drills: with PHAROS_DRILL=1 start.py makes a RecordingManager instead of a Manager.
 
-bench/drill.py reads FOLDER/diary.RANK.jsonl while the job runs. Each line has `event`, `at_s` (the host's monotonic clock), `pid`, `step`:
+bench/drill.py reads FOLDER/event_log.RANK.jsonl while the job runs. A line has `event`, `at_s` (the host's monotonic clock), `pid`, `step`:
 
     start                    a process of this rank has started
     quorum                   it is in a quorum: quorum_id, participants (names), and `heals`: it has begun to fetch state
@@ -32,7 +32,7 @@ class RecordingManager(Manager):
     def __init__(self, folder: Path, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
         folder.mkdir(parents=True, exist_ok=True)
-        self._file = (folder / f"diary.{self._config.group_rank}.jsonl").open("a", encoding="utf-8")
+        self._file = (folder / f"event_log.{self._config.group_rank}.jsonl").open("a", encoding="utf-8")
         self._pending_commit: dict[str, Any] | None = None  # its line is written after the optimizer's step
         self._dropped = False  # True: gradients of this step were dropped
         self._write_line("start")

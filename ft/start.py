@@ -120,7 +120,7 @@ def open_manager(
     phase_timer: PhaseTimer | None = None,
     record_event: RecordEvent = ignore_event,
 ) -> Seam:
-    """Makes the Seam of a run. `slot_size`: sequences of a group's batch. `skip_ranges`: see Ledger. `folder`: for the diary of a drill.
+    """Makes the Seam of a run. `slot_size`: sequences of a group's batch. `skip_ranges`: see Ledger. `folder`: for a drill's event log.
     `store`: the replica group's own. `device_type`: its gradients'. `fingerprint`: digests by name, equal in all groups. `agreement`: of
     this group's ranks, if there are several. `long_phase_s`: see ManagerTelemetry. `restore`: loads the newest valid checkpoint, and the
     manager's state. `phase_timer`, `record_event`: see telemetry.py. Raises ValueError (settings, token), OSError (no lighthouse, no group

@@ -102,8 +102,8 @@ class ManagerTelemetry:
         self._group_rank, self._step, self.phase_timer, self._record_event = group_rank, step, phase_timer, record_event
         self._show_event, self._inner_steps, self._long_phase_s = show_event, inner_steps, long_phase_s
         self._clock = clock
-        # "": no wait; "sums": for other groups, in a reduction; "vote": for ranks of this group, which may be in a reduction
-        self.current_wait: Literal["", "sums", "vote"] = ""
+        # "": no wait; "reduction": for other groups, in a reduction; "vote": for ranks of this group, which may be in a reduction
+        self.current_wait: Literal["", "reduction", "vote"] = ""
         self.wait_began_s = 0.0  # start of the newest reduction's wait
         self.first_began_s: float | None = None  # start of the first step; infinite once a step is committed
         self._sends: tuple[float, float] | None = None  # start and time limit of a commit's wait for joiners

@@ -80,7 +80,7 @@ class Model(nn.Module):
         raise NotImplementedError
 
     @torch.no_grad()
-    def initialise(self, seed: int) -> None:
+    def checked_init_weights(self, seed: int) -> None:
         """Calls `init_weights`. Raises ValueError if it leaves values out, which would be those that the memory happens to hold."""
         named = [*self.named_parameters(), *self.named_buffers()]
         own = {name: tensor.to_local() if hasattr(tensor, "to_local") else tensor for name, tensor in named}

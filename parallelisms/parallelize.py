@@ -71,7 +71,7 @@ def parallelize(
         apply_fsdp(part, mesh, experts_mesh, config, precision=execution.precision, cpu_offload=execution.cpu_offload)
         part.to_empty(device=torch.device("cpu") if execution.cpu_offload else device)
         alias_unsharded_to_sharded(part)
-        part.initialise(seed)
+        part.checked_init_weights(seed)
         for buffer in part.buffers():  # only parameters are offloaded
             buffer.data = buffer.data.to(device)
     reports_loss = mesh[TP].get_local_rank() == 0  # tensor-parallel ranks compute the same loss

@@ -29,10 +29,10 @@ from configs.saved import check_saved, fetch_saved, save
 from configs.schema import RunConfig
 from models.contract import Model, set_dtype
 from models.init import draw
-from training.appended import RunLock
 from training.checkpoint import Checkpointer, CheckpointFailed
 from training.checkpoint_dcp import CHUNK_BYTES, StreamingPlanner
 from training.checkpoint_files import list_steps
+from training.durable_files import RunLock
 from training.log import Log
 from training.progress import duration
 from training.states import ModelState

@@ -202,7 +202,7 @@ def collect_signals(*numbers: signal.Signals) -> list[tuple[int, float]]:
 
 
 def main(argv: list[str]) -> int:
-    from training.appended import RunLock
+    from training.durable_files import RunLock
 
     try:
         number, rest = read_groups([word for word in argv if word not in (OPEN, CHECK)])

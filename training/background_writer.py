@@ -14,8 +14,8 @@ from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
-from training.appended import AppendedFile, lines_from_end
 from training.checkpoint_files import reason
+from training.durable_files import AppendedFile, lines_from_end
 from training.progress import Clock, duration
 
 RETRY_S = 1.0

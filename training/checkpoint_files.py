@@ -30,7 +30,7 @@ from typing import Any
 
 import numpy as np
 
-from training.appended import sync_path
+from training.durable_files import sync_path
 
 MANIFEST = "manifest.json"
 # keys of states in a checkpoint; two of format 1 have names that say less than their constants

@@ -26,13 +26,13 @@ from parallelisms.distributed import FALLBACK_TIMEOUT_S, World
 from parallelisms.execution import choose_precision
 from parallelisms.mesh import build_mesh, degrees
 from parallelisms.parallelize import parallelize
-from training.appended import RunLock
 from training.background_writer import BackgroundWriter, Events
 from training.checkpoint import ROWS_STATE, Checkpointer, beginning, progress_in
 from training.checkpoint_files import EMA_STATE, SPIKES_STATE, TOKENS_STATE
 from training.data.dataset import open_data
 from training.data.loader import LocalBatchSampler
 from training.drill import FaultInjector
+from training.durable_files import RunLock
 from training.ema import EMA
 from training.log import Log
 from training.loss import cross_entropy_sum

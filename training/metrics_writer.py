@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 
 from training.background_writer import CLOSE_S, KEPT_BYTES, KEPT_S, BackgroundWriter
 from training.progress import Clock
-from training.sinks import METRICS, SAMPLES, KeptStep, Kind, Sinks, last_rows
+from training.sinks import METRICS, SAMPLES, Kind, LastKeptStep, Sinks, last_rows
 from training.writer_lease import Quorum, acquire, is_superseded
 
 ROWS_KEPT = 100  # at least; each quorum names the writer, so only the last few steps can be missing in the files
@@ -64,7 +64,7 @@ class MetricsWriter:
         self,
         folder: Path,
         writer_quorum: Callable[[], Quorum | None],
-        open_sinks: Callable[[KeptStep], Sinks],
+        open_sinks: Callable[[LastKeptStep], Sinks],
         background_writer: BackgroundWriter,
         *,
         shared: bool = True,

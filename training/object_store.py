@@ -26,9 +26,9 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from training import checkpoint_files as files
-from training.appended import replace_file, sync_path
 from training.checkpoint_files import MANIFEST, CheckpointFailed, Damaged, FileRecord, Manifest
 from training.config import need
+from training.durable_files import replace_file, sync_path
 from training.log import Log
 from training.progress import Clock, duration
 from training.writer_lease import WriterLease

@@ -20,7 +20,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal
 
-from training.appended import AppendedFile, lines_from_end, replace_by_copy
+from training.durable_files import AppendedFile, lines_from_end, replace_by_copy
 
 METRICS, SAMPLES = "metrics.jsonl", "samples.jsonl"  # in the run's folder
 EVENTS = "events.out.tfevents."  # prefix by which TensorBoard finds its files
@@ -29,7 +29,7 @@ BEHIND = 32  # preceding lines whose steps a line is compared with
 # metrics: every step, with the keys of metrics.jsonl; charts: logging steps, with TensorBoard's tags; samples: the training data of every
 # step, with the keys of samples.jsonl.
 Kind = Literal["metrics", "charts", "samples"]
-KeptStep = Callable[[], int | None]  # returns the last step whose rows are kept; None: no rows are kept
+LastKeptStep = Callable[[], int | None]  # returns the last step whose rows are kept; None: no rows are kept
 
 
 class JsonlSink(AppendedFile):
@@ -64,7 +64,7 @@ class Sinks:
     def __init__(
         self,
         run_folder: Path,
-        kept_step: KeptStep | int | None = None,
+        kept_step: LastKeptStep | int | None = None,
         *,
         tensorboard_folder: str = "",
         wandb: bool = False,

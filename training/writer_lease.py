@@ -10,7 +10,7 @@ import secrets
 from collections.abc import Callable
 from pathlib import Path
 
-from training.appended import replace_file
+from training.durable_files import replace_file
 
 LEASE_FILE = ".writer.json"  # in the run's folder: quorum of the newest writer
 

@@ -21,7 +21,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from training.appended import sync_path, try_lock
+from training.durable_files import sync_path, try_lock
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 CODES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}  # supported dtypes

@@ -128,11 +128,11 @@ class History:
             step, _ = self.healing.pop(report.replica_id)
             self.add("heal", "good", f"{report.replica_id} has the state of step {step}")
 
-    def on_timeline_event(self, replica_id: str, happened: Any) -> None:
-        """Adds a pharos_pb2.Happened. Most events happen in all groups, and equal ones are merged, so the group is not named."""
-        concerns_one = happened.lane == "storage"
-        text = f"{replica_id}: {happened.text}" if concerns_one else happened.text
-        self.add(happened.lane, "good" if happened.lane == "settings" else "bad", text, step=happened.step)
+    def on_timeline_event(self, replica_id: str, event: Any) -> None:
+        """Adds a pharos_pb2.TimelineEvent. Most events happen in all groups, and equal ones are merged, so the group is not named."""
+        concerns_one = event.lane == "storage"
+        text = f"{replica_id}: {event.text}" if concerns_one else event.text
+        self.add(event.lane, "good" if event.lane == "settings" else "bad", text, step=event.step)
 
     def add(self, lane: Lane, grade: Grade, text: str, *, step: int | None = None) -> None:
         text = clean(text, MAX_TEXT)

@@ -7,7 +7,7 @@
 
 A refusal has a status and the reason. 404: not offered yet; 410: the offer, or one of these chunks, will not be available any more.
 
-Every request has `Authorization: Bearer TOKEN` if the job has a token, and `Reader: NAME`, the joiner's name, equal on all its connections;
+Every request has `Authorization: Bearer TOKEN` if the job has a token, and `Joiner: NAME`, the joiner's name, equal on all its connections;
 a request for the body also has `Lacks: FIRST-LAST`, a range with all chunks that the joiner has not verified, whichever source it will
 request them from. Chunks are a range unit of our own (RFC 9110, 14.1), so a range cannot begin inside a digest. No request has a body.
 
@@ -84,7 +84,7 @@ def parse_request(head: bytes, access: Access) -> HealRequest:
     if request[1] != ("POST" if path[3] == "done" else "GET"):
         raise BadRequest(405, f"{path[3]} is not for {request[1]}")
     if not _READER.fullmatch(joiner):
-        raise BadRequest(400, "Reader: a name of at most 128 letters, digits and .:_-")
+        raise BadRequest(400, "Joiner: a name of at most 128 letters, digits and .:_-")
     target = path[3], int(path[1]), int(path[2]), joiner
     if path[3] != "body":
         return HealRequest(*target)

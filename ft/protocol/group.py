@@ -307,7 +307,7 @@ class GroupMachine:
         before = votes.get(vote.group_rank)
         if before is None or _WORST[vote.verdict] >= _WORST[before.verdict]:
             votes[vote.group_rank] = vote
-        all_have = vote.whole or len(votes) == self.config.world_size
+        all_have = vote.joint or len(votes) == self.config.world_size
         self.reason = f"{'all' if all_have else len(votes)} of the {self.config.world_size} ranks voted on {vote.kind}"
         if done is None and (vote.verdict == "failed" or all_have):
             self._tally_votes(key, now_s)

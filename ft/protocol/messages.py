@@ -268,7 +268,7 @@ class Beat(Event):
     """A heartbeat of a torchft member. Pharos members send Report."""
 
     replica_id: str
-    kind: Kind = "pharos"
+    kind: Kind = "torchft"
 
 
 class StreamOpened(Event):
@@ -423,7 +423,7 @@ class Vote(Event):
     change: bool = False  # True: a quorum is due before the next step
     reason: str = ""  # of a verdict that is not yes
     divergent: tuple[str, ...] = ()  # commit: members whose weights differ
-    whole: bool = False  # True: the vote of all ranks of the group, which have agreed on it in a collective
+    joint: bool = False  # True: the vote of all ranks of the group, which have agreed on it in a collective
 
     @property
     def key(self) -> VoteKey:

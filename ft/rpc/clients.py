@@ -227,9 +227,9 @@ class GroupClient:
         message.MergeFrom(pharos_pb2.Report(**metrics))
         self._send("report", message)
 
-    def happened(self, lane: str, step: int, text: str) -> None:
+    def show_event(self, lane: str, step: int, text: str) -> None:
         """Sends an event for the dashboard's timeline. `lane`: one of codec.CLIENT_LANES. It may get lost."""
-        self._send("happened", codec.happened_message(lane, step, text))
+        self._send("timeline_event", codec.timeline_event_message(lane, step, text))
 
     def rejoin_under_new_id(self, quorum_id: int, reason: str) -> None:
         """Makes the group return under a new id, since it keeps the others waiting. All ranks may call this; the first call counts."""
@@ -250,7 +250,7 @@ class GroupClient:
     def _send(self, field: str, message: Any) -> None:
         """Queues a message. The queue is bounded: it keeps the newest report and the first MAX_LINES events for the dashboard."""
         with self._more:
-            if field == "happened" and sum(other == field for other, _ in self._up) >= MAX_LINES:
+            if field == "timeline_event" and sum(other == field for other, _ in self._up) >= MAX_LINES:
                 return
             if field == "report":
                 self._up = [other for other in self._up if other[0] != field]

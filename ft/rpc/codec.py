@@ -200,11 +200,11 @@ def shorten(text: str, most: int) -> str:
     return text[:most].encode("utf-8", "replace").decode("utf-8")
 
 
-def happened_message(lane: str, step: int, text: str) -> pharos_pb2.Happened:
-    return pharos_pb2.Happened(lane=lane, step=step, text=shorten(text, MAX_LINE))
+def timeline_event_message(lane: str, step: int, text: str) -> pharos_pb2.TimelineEvent:
+    return pharos_pb2.TimelineEvent(lane=lane, step=step, text=shorten(text, MAX_LINE))
 
 
-def check_happened(message: pharos_pb2.Happened) -> pharos_pb2.Happened:
+def check_timeline_event(message: pharos_pb2.TimelineEvent) -> pharos_pb2.TimelineEvent:
     """Returns the message if it is valid. Raises ValueError."""
     _one_of("lane", message.lane, CLIENT_LANES)
     if not m.VOID <= message.step <= MAX_STEP or len(message.text) > MAX_LINE:
@@ -267,20 +267,20 @@ class StaticQuorum:
         hashed = repr((static, quorum.fingerprint)).encode()
         return StaticQuorum(quorum.members, quorum.fingerprint, hashlib.sha256(hashed).hexdigest()[:32], static)
 
-    def complete(self, same: pharos_pb2.SameStaticQuorum) -> m.Quorum:
-        """Returns the quorum that has this static part and the dynamic part `same`."""
-        state = _state_from(same.reference)
-        dynamic = dict(zip(_DYNAMIC, (*state, same.assigned, same.assignment_id), strict=True))
+    def complete(self, part: pharos_pb2.DynamicQuorum) -> m.Quorum:
+        """Returns the quorum that has this static part and the dynamic part `part`."""
+        state = _state_from(part.reference)
+        dynamic = dict(zip(_DYNAMIC, (*state, part.assigned, part.assignment_id), strict=True))
         members = tuple([_make(m.Member, vars(member), dynamic) for member in self.members])
-        return m.Quorum(same.quorum_id, members, state, same.epoch, self.fingerprint)
+        return m.Quorum(part.quorum_id, members, state, part.epoch, self.fingerprint)
 
 
 def dynamic_part(quorum: m.Quorum) -> Any | None:
-    """Returns the dynamic part of `quorum` as a SameStaticQuorum; None if its members differ in state or assignment."""
+    """Returns the dynamic part of `quorum` as a DynamicQuorum; None if its members differ in state or assignment."""
     first = quorum.members[0]
     if set(map(_dynamic, quorum.members)) != {(*quorum.reference, first.assigned, first.assignment_id)}:
         return None
-    return pharos_pb2.SameStaticQuorum(
+    return pharos_pb2.DynamicQuorum(
         quorum_id=quorum.quorum_id,
         epoch=quorum.epoch,
         reference=_fill_state(pharos_pb2.State(), quorum.reference),

@@ -309,8 +309,8 @@ class GroupService:
                 self.spawn(self._beat())
         elif which == "wants_to_leave":
             self.driver.feed(m.WantsToLeave())
-        elif which == "happened":
-            self.spawn(self.link.send(happened=codec.check_happened(up.happened)))
+        elif which == "timeline_event":
+            self.spawn(self.link.send(timeline_event=codec.check_timeline_event(up.timeline_event)))
         elif which == "rejoin" and up.rejoin.quorum_id > self._rejoined_after:
             self._rejoined_after = up.rejoin.quorum_id
 

@@ -102,7 +102,7 @@ class LighthouseConnection:
         raise NotImplementedError
 
     async def send(self, **up: Any) -> None:
-        """Sends a heartbeat (`report`) or an event for the dashboard (`happened`), if a stream is open."""
+        """Sends a heartbeat (`report`) or an event for the dashboard (`timeline_event`), if a stream is open."""
 
     async def leave(self, replica_id: str, *, clean: bool, reason: str, finished: bool = False) -> None:
         """Announces that the group leaves, if the lighthouse can be reached; else the lighthouse notices that stream or heartbeats end."""
@@ -156,9 +156,9 @@ class PharosConnection(LighthouseConnection):
             return m.LighthouseRequiresRestore(reply.restore.settled)
         times = codec.from_message(m.Timeouts, reply.times) if reply.HasField("times") else None
         limits = codec.from_message(m.JobLimits, reply.limits) if reply.HasField("limits") else None
-        quorum = static_quorum.complete(reply.same) if which == "same" else codec.quorum_from(reply.quorum)
+        quorum = static_quorum.complete(reply.dynamic) if which == "dynamic" else codec.quorum_from(reply.quorum)
         if self._quorum is None or quorum.quorum_id >= self._quorum.quorum_id:
-            self._static_quorum = static_quorum if which == "same" else codec.StaticQuorum.of(quorum)
+            self._static_quorum = static_quorum if which == "dynamic" else codec.StaticQuorum.of(quorum)
             self._quorum = quorum
         return m.LighthouseAnswered(quorum, times, limits)
 

@@ -40,7 +40,7 @@ class DashboardListener(Protocol):
 
     def saw(self, event: m.Event, out: m.Out) -> None: ...  # at each tick, leave, and event that had an effect
     def reported(self, report: Any) -> None: ...  # report: a pharos_pb2.Report of a connected group
-    def on_timeline_event(self, replica_id: str, happened: Any) -> None: ...  # a pharos_pb2.Happened
+    def on_timeline_event(self, replica_id: str, event: Any) -> None: ...  # a pharos_pb2.TimelineEvent
     def end(self) -> None: ...  # the last call
 
 
@@ -203,9 +203,9 @@ class LighthouseService:
         elif which == "quorum":
             new = up.quorum.quorum_id == hello.quorum_id > self._newest_id
             self._opened(hello, codec.quorum_from(up.quorum) if new else None)
-        elif which == "happened":
-            happened = codec.check_happened(up.happened)
-            self._show(lambda dashboard: dashboard.on_timeline_event(hello.replica_id, happened))
+        elif which == "timeline_event":
+            timeline_event = codec.check_timeline_event(up.timeline_event)
+            self._show(lambda dashboard: dashboard.on_timeline_event(hello.replica_id, timeline_event))
         else:
             raise ValueError("a message after the hello must be a report, a quorum or an event (Happened)")
 
@@ -253,8 +253,8 @@ class LighthouseService:
         if name not in self._serialized:
             if name == "torchft":
                 reply: Any = torchft_pb2.LighthouseQuorumResponse(quorum=codec.torchft_quorum(quorum, self.issued_at))
-            elif name == "short" and (same := codec.dynamic_part(quorum)):
-                reply = pharos_pb2.QuorumReply(same=same, **self._limits)
+            elif name == "short" and (dynamic := codec.dynamic_part(quorum)):
+                reply = pharos_pb2.QuorumReply(dynamic=dynamic, **self._limits)
             else:
                 reply = pharos_pb2.QuorumReply(quorum=codec.to_message(quorum), **self._limits)
                 reply = pharos_pb2.Down(answer=reply) if name == "down" else reply

@@ -160,7 +160,7 @@ class SlurmStep(replicas.ReplicaSupervisor):
 
 
 def main(argv: list[str]) -> int:
-    from training.appended import RunLock
+    from training.durable_files import RunLock
 
     received = replicas.collect_signals(signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
     try:

@@ -126,7 +126,9 @@ def test_a_late_report_from_before_a_rewind_counts_for_nothing():
 def test_what_is_said_again_is_counted_and_old_events_go():
     history = Job("a:1").history
     for _ in range(3):
-        history.on_timeline_event("a:1", pharos_pb2.Happened(lane="corruption", step=9, text="the weights of b differ"))
+        history.on_timeline_event(
+            "a:1", pharos_pb2.TimelineEvent(lane="corruption", step=9, text="the weights of b differ")
+        )
     [event] = [x for x in history.events if LANES[x.lane] == "corruption"]
     assert (event.times, event.step, event.grade) == (3, 9, "bad")
     for i in range(3 * told.MAX_EVENTS):

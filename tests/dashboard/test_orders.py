@@ -81,7 +81,7 @@ def test_a_group_that_is_killed_dies_and_stays_away(house: Houses, group: Callab
     assert a.ask().members == ("a:1",)
     with one.watch() as reader:
         reader.until(lambda r: r.row("a:1"))
-        a.client.happened("corruption", 3, "z" * 600)
+        a.client.show_event("corruption", 3, "z" * 600)
         reader.until(lambda r: any(event[2:6] == [3, "bad", 3, "z" * 299 + "…"] for event in r.events.values()))
         assert one.order("kill", "a:1")[0] == 202
         assert a.process.wait(WAIT_S) == -signal.SIGKILL

@@ -207,7 +207,7 @@ def test_a_fault_of_the_page_ends_the_page_and_not_the_job(job: Jobs):
 )
 def test_a_stream_that_tells_nonsense_is_refused(job: Jobs, bad: dict[str, object]):
     one, groups = job()
-    groups.do(groups.streams["0:a"].write(happened=pharos_pb2.Happened(**bad)))  # type: ignore[arg-type]
+    groups.do(groups.streams["0:a"].write(timeline_event=pharos_pb2.TimelineEvent(**bad)))  # type: ignore[arg-type]
     with one.watch() as reader:
         reader.until(lambda r: r.row("0:a") and r.row("0:a")[2] == LOST)
 

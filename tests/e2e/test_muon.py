@@ -41,7 +41,8 @@ def test_a_kill_and_a_resume_change_no_bit_and_the_average_goes_out(
         last = (job.step // INTERVAL + 1) * INTERVAL
         job.until(f"checkpoint {last}", lambda: job.has(last))
         digests = [
-            {line.step: line.digest for line in job.diaries[name].ranks[0] if line.event == "commit"} for name in "01"
+            {line.step: line.digest for line in job.event_logs[name].ranks[0] if line.event == "commit"}
+            for name in "01"
         ]
     both = sorted(digests[0].keys() & digests[1].keys())
     assert both[-1] > both[0] + 2 and [digests[0][step] for step in both] == [digests[1][step] for step in both]

@@ -28,7 +28,7 @@ class Cast:
 
 
 class Impatient(Agreement):
-    whole_vote_s = 0.3
+    joint_vote_s = 0.3
 
 
 class Noted(GroupClient):
@@ -52,7 +52,7 @@ def test_one_rank_asks_for_all():
         finish(*ranks)
         commits = ranks[0].commits
         assert len(commits) >= 6 and all(rank.commits == commits for rank in ranks)
-    assert cast.votes and {(rank, word.whole) for rank, word in cast.votes} == {(0, True)}
+    assert cast.votes and {(rank, word.joint) for rank, word in cast.votes} == {(0, True)}
 
 
 def test_a_rank_whose_sums_failed_asks_by_itself_and_all_make_the_step_again():
@@ -96,7 +96,7 @@ def test_a_commit_that_is_held_is_asked_for_by_each_rank():
         goes_on.set()
         for rank in ranks:
             assert rank.join().error is None and [step for step, _, _ in rank.commits] == [1, 2, 3, 4]
-    of_step = [(rank, word.whole) for rank, word in cast.votes if word.step == 2]
+    of_step = [(rank, word.joint) for rank, word in cast.votes if word.step == 2]
     assert sorted(of_step) == [(0, False), (1, False)], "the one for all was given up"
 
 

@@ -163,8 +163,8 @@ def test_a_dead_groups_slot_is_computed_in_the_same_step(deterministic: bool, tm
         computed = [slot for rank in (a, b) for step, slots in rank.computed for slot in slots if step == died_at[0]]
         first = 3 * died_at[0] * SLOT
         assert sorted(computed) == [first, first + SLOT, first + 2 * SLOT], "each of them once"
-    diaries = [(tmp_path / name / "diary.0.jsonl").read_text() for name in "ab"]
-    events = {json.loads(line)["event"] for diary in diaries for line in diary.splitlines()}
+    event_logs = [(tmp_path / name / "event_log.0.jsonl").read_text() for name in "ab"]
+    events = {json.loads(line)["event"] for event_log in event_logs for line in event_log.splitlines()}
     assert "extended" in events and "refused" not in events, "nothing was thrown away"
 
 
@@ -482,7 +482,7 @@ def test_whose_weights_went_wrong_is_named_and_heals(
     progress_of_heals: list[tuple[int, int]] = []
 
     class Shown(GroupClient):
-        def happened(self, lane: str, step: int, text: str) -> None:
+        def show_event(self, lane: str, step: int, text: str) -> None:
             shown.append((lane, step, text))
 
     class Followed(Wrapped):

@@ -65,7 +65,7 @@ def test_what_is_new_is_told_within_a_beat(clock: Clock):
 def test_a_rank_waits_in_the_sums_and_past_them(clock: Clock):
     one = made(1, clock)
     one.wait_began_s = clock.now_s
-    one.current_wait = "sums"
+    one.current_wait = "reduction"
     assert not one.status(1.0).waiting
     clock.now_s += 0.6
     assert one.status(1.0) == Status(waiting=True)

@@ -395,7 +395,7 @@ def test_one_vote_for_all_ranks_costs_the_same_however_many_they_are():
     def calls_of_a_step(size: int) -> int:
         machine = GroupPlayer(size, joined=True).machine
         with counting() as calls:
-            machine.handle(m.Vote(0, "commit", 1, 0, 0, "yes", whole=True), 0.0)
+            machine.handle(m.Vote(0, "commit", 1, 0, 0, "yes", joint=True), 0.0)
         return calls[""]
 
     assert calls_of_a_step(2) == calls_of_a_step(64)

@@ -138,7 +138,7 @@ def test_a_reason_is_sent_as_it_can_be_read(reason: str):
     assert codec.from_bytes(m.Outcome, codec.to_message(outcome).SerializeToString()).verdict == "failed"
     notice = codec.notice_message(m.GenerationAborted(1, f"lost ({reason}): returning"))
     assert codec.notice_from(notice).reason.startswith("lost (")
-    assert codec.happened_message("commit", 1, reason).text == read.reason[: codec.MAX_LINE]
+    assert codec.timeline_event_message("commit", 1, reason).text == read.reason[: codec.MAX_LINE]
 
 
 def test_a_quorum_whose_state_nobody_holds_is_not_believed():

@@ -617,7 +617,7 @@ def test_one_rank_votes_for_all(team: Callable[..., Team]):
     a, b = team("a"), team("b")
     a.watch(), b.watch()
     first = quorum(a, b)[0].quorum_id
-    outcome = a.ranks[0].vote(m.Vote(0, "commit", first, 0, 0, "yes", whole=True), WAIT_S)
+    outcome = a.ranks[0].vote(m.Vote(0, "commit", first, 0, 0, "yes", joint=True), WAIT_S)
     assert outcome.verdict == "yes" and a.ranks[1].vote(m.Vote(1, "commit", first, 0, 0, "yes"), WAIT_S) == outcome
 
 

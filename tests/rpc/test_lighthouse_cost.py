@@ -59,7 +59,7 @@ def test_our_callers_get_one_answer_made_once_long_and_short():
         again = [m.Call(member, known=quorum.quorum_id, number=1) for member in members(20)]
         short = the_one(await ask(one, again, codec.StaticQuorum.of(quorum).id))
         reply = pharos_pb2.QuorumReply.FromString(short)
-        assert reply.WhichOneof("answer") == "same" and reply.times.takeover_s == 30.0
+        assert reply.WhichOneof("answer") == "dynamic" and reply.times.takeover_s == 30.0
         assert len(short) < 150 < len(answer)
         lost = the_one(await ask(one, again[:5], codec.StaticQuorum.of(quorum).id))
         assert lost is short, "an answer that got lost is given again, not made again"

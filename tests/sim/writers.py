@@ -30,7 +30,7 @@ import train
 from ft.seam import DataAssignment, GroupReleased
 from tests.sim.baton import Baton, Condition, Disk, Outage, Process, Threading
 from tests.unit.fakes import Lines
-from training import appended, background_writer, checkpoint, checkpoint_dcp, checkpoint_files, sinks
+from training import background_writer, checkpoint, checkpoint_dcp, checkpoint_files, durable_files, sinks
 from training.background_writer import BackgroundWriter
 from training.checkpoint import RETRY_S, ROWS_STATE, CheckpointConfig, Checkpointer, CheckpointFailed
 from training.metrics_writer import SYNC_S, MetricsWriter
@@ -486,7 +486,7 @@ class Job:
             fake = Threading(self.baton)
             patch.setattr(background_writer, "threading", fake)
             patch.setattr(checkpoint, "ThreadPoolExecutor", fake.ThreadPoolExecutor)
-            patch.setattr(appended, "time", SimpleNamespace(monotonic=self.baton.time, sleep=self.baton.sleep))
+            patch.setattr(durable_files, "time", SimpleNamespace(monotonic=self.baton.time, sleep=self.baton.sleep))
             self.disk.install(patch)
             self.disk.looks = self.looks
             self.baton.died = self.died

@@ -27,7 +27,7 @@ VOTE_TRIES = 20
 WATCHDOG_S = 100.0  # train_timeout_seconds
 FIRST_STEP_S = 300.0  # init_timeout_seconds
 WORD_S = 3.0  # a word of the server's is good for so long
-WHOLE_VOTE_S = 2.0  # ft.agreement.Agreement.whole_vote_s
+JOINT_VOTE_S = 2.0  # ft.agreement.Agreement.joint_vote_s
 DIGEST_INTERVAL = 5  # steps between two comparisons of weights, which never go wrong here
 INITIAL = 1  # the weights before the first step, the same everywhere
 
@@ -445,8 +445,8 @@ class RankNode:
                 tell()
             else:
                 self.trainer.waits = ("vote", vote.key)
-                whole = replace(vote, change=change, whole=True)
-                self.network.call(self.process, self.group.address, whole, asked_for_all, timeout_s=WHOLE_VOTE_S)
+                joint = replace(vote, change=change, joint=True)
+                self.network.call(self.process, self.group.address, joint, asked_for_all, timeout_s=JOINT_VOTE_S)
 
         def asked_for_all(reply: Any) -> None:
             if isinstance(reply, m.Outcome):

@@ -7,21 +7,21 @@ from dataclasses import replace
 import pytest
 
 from bench.drill_faults import BOUNDS, HARMS, Incident, in_time
-from bench.job import Diary, DiaryLine
+from bench.job import EventLine, EventLog
 from ft.config import FaultTolerance
-from tests.unit.test_drill_rules import FAULT, commit, diaries
+from tests.unit.test_drill_rules import FAULT, commit, event_logs
 
 SETTINGS = FaultTolerance(min_replica_size=2)
 STEADY_S = 0.5
 
 
-def made(gap_s: float, *, others: str = "01", until: int = 60) -> dict[str, Diary]:
+def made(gap_s: float, *, others: str = "01", until: int = 60) -> dict[str, EventLog]:
     """A step each half second; the others make none from 10 for so long. Group 2 is away from 10, and starts again at 50."""
-    found = diaries()
+    found = event_logs()
     for name in others:
         steps = [commit(n, at_s=n * STEADY_S + (gap_s if n > 20 else 0.0)) for n in range(1, 2 * until)]
         found[name].ranks[0] = [line for line in steps if line.at_s <= until + gap_s]
-    found["2"].ranks[0] = [*(commit(n, at_s=n * STEADY_S) for n in range(1, 21)), DiaryLine("start", 50.0, 2, 0)]
+    found["2"].ranks[0] = [*(commit(n, at_s=n * STEADY_S) for n in range(1, 21)), EventLine("start", 50.0, 2, 0)]
     found["2"].ranks[0] += [commit(n, at_s=n * STEADY_S, pid=2) for n in range(104, 120)]
     return found
 

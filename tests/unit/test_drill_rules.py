@@ -1,4 +1,4 @@
-"""The drill's own judgement: what it must call a failure, from diaries that nobody died for; and what it injects, by the seed alone."""
+"""The drill's own judgement: what it must call a failure, from event_logs that nobody died for; and what it injects, by the seed alone."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from bench.drill_faults import (
     plan,
     survivors_went_on,
 )
-from bench.job import Diary, DiaryLine, rows
+from bench.job import EventLine, EventLog, rows
 
 FAULT = Incident(
     kind="kill",
@@ -37,29 +37,29 @@ FAULT = Incident(
 )
 
 
-def commit(step: int, *, digest: str = "", commit_id: str = "", at_s: float = 0.0, pid: int = 1) -> DiaryLine:
+def commit(step: int, *, digest: str = "", commit_id: str = "", at_s: float = 0.0, pid: int = 1) -> EventLine:
     """Step n comes at second n."""
-    return DiaryLine(
+    return EventLine(
         "commit", at_s or float(step), pid, step, commit_id or f"c{step}", digest or f"w{step}", contributors=3
     )
 
 
-def diaries(**changed: Sequence[DiaryLine]) -> dict[str, Diary]:
+def event_logs(**changed: Sequence[EventLine]) -> dict[str, EventLog]:
     """Three groups that commit steps 1 to 20; group 2 is dead from 10 to 15. g0=..., g1=..., g2=...: lines instead."""
     lines = {name: [commit(step) for step in range(1, 21)] for name in "01"}
-    again = [DiaryLine("start", 12.0, 2, 0), DiaryLine("healed", 14.5, 2, 14)]
+    again = [EventLine("start", 12.0, 2, 0), EventLine("healed", 14.5, 2, 14)]
     lines["2"] = [*lines["0"][:9], *again, *(commit(step, pid=2) for step in range(15, 21))]
-    made = {name: Diary(name, Path(name), 1) for name in lines}
-    for name, diary in made.items():
-        diary.ranks[0] = list(changed.get(f"g{name}", lines[name]))
+    made = {name: EventLog(name, Path(name), 1) for name in lines}
+    for name, event_log in made.items():
+        event_log.ranks[0] = list(changed.get(f"g{name}", lines[name]))
     return made
 
 
-STEADY = diaries()["0"].ranks[0]
+STEADY = event_logs()["0"].ranks[0]
 
 
 def test_a_job_that_did_well():
-    well = diaries()
+    well = event_logs()
     assert survivors_went_on(well, [FAULT], {}).holds and bitwise_equal(well, [FAULT]).holds
     assert next_commit_s(well, FAULT) == 0.0 and longest_gap_s(well, FAULT) == 1.0
     assert "6 or more steps of all groups" in bitwise_equal(well, [FAULT]).words
@@ -68,49 +68,49 @@ def test_a_job_that_did_well():
 @pytest.mark.parametrize(
     ("lines", "words"),
     [
-        ([*STEADY[:11], DiaryLine("refused", 11.5, 1, 11), *STEADY[11:]], "kill: group 1 refused at step 11, after 11"),
-        ([*STEADY[:11], DiaryLine("start", 11.5, 2, 0), *STEADY[11:]], "kill: group 1 start at step 0, after 11"),
-        ([*STEADY[:11], DiaryLine("healed", 11.5, 1, 12), *STEADY[12:]], "kill: group 1 healed at step 12, after 11"),
+        ([*STEADY[:11], EventLine("refused", 11.5, 1, 11), *STEADY[11:]], "kill: group 1 refused at step 11, after 11"),
+        ([*STEADY[:11], EventLine("start", 11.5, 2, 0), *STEADY[11:]], "kill: group 1 start at step 0, after 11"),
+        ([*STEADY[:11], EventLine("healed", 11.5, 1, 12), *STEADY[12:]], "kill: group 1 healed at step 12, after 11"),
         ([*STEADY[:11], *STEADY[12:]], "kill: group 1 has no step between 11 and 13"),
         (STEADY[:9], "kill: group 1 has committed nothing since"),
     ],
 )
-def test_what_a_survivor_may_not(lines: list[DiaryLine], words: str):
-    verdict = survivors_went_on(diaries(g1=lines), [FAULT], {12: set("02")})
+def test_what_a_survivor_may_not(lines: list[EventLine], words: str):
+    verdict = survivors_went_on(event_logs(g1=lines), [FAULT], {12: set("02")})
     assert not verdict.holds and words in verdict.words
     assert str(verdict).startswith("NO ")
 
 
 def test_a_step_that_a_survivor_has_from_another_is_not_lost_if_its_own_gradients_are_in_it():
-    healed = diaries(g1=[*STEADY[:11], DiaryLine("healed", 11.5, 1, 12), *STEADY[12:]])
+    healed = event_logs(g1=[*STEADY[:11], EventLine("healed", 11.5, 1, 12), *STEADY[12:]])
     verdict = survivors_went_on(healed, [FAULT], {12: set("01")})
     assert verdict.holds and "1 steps received from a survivor whose all-reduces were complete" in verdict.words
-    far = diaries(g1=[*STEADY[:11], DiaryLine("healed", 12.5, 1, 13), *STEADY[13:]])
+    far = event_logs(g1=[*STEADY[:11], EventLine("healed", 12.5, 1, 13), *STEADY[13:]])
     assert not survivors_went_on(far, [FAULT], {12: set("01"), 13: set("01")}).holds
 
 
 def test_one_bit_of_one_group_after_one_step():
     other = [replace(line, digest="x") if line.step == 7 else line for line in STEADY]
-    verdict = bitwise_equal(diaries(g1=other), [FAULT])
+    verdict = bitwise_equal(event_logs(g1=other), [FAULT])
     assert not verdict.holds and "group 1, rank 0, step 7: different weights" in verdict.words
 
 
 def test_two_histories_are_none_but_a_commit_that_nobody_went_on_from_is_no_history():
     forked = [replace(line, commit_id="x", digest="y") if line.step in (7, 8) else line for line in STEADY]
-    verdict = bitwise_equal(diaries(g1=forked), [FAULT])
+    verdict = bitwise_equal(event_logs(g1=forked), [FAULT])
     assert not verdict.holds and "group 1, rank 0 continued from a different commit of step 7" in verdict.words
-    lost = [*STEADY[:9], commit(10, commit_id="x", digest="y"), *diaries()["2"].ranks[0][9:]]
-    assert bitwise_equal(diaries(g2=lost), [FAULT]).holds
+    lost = [*STEADY[:9], commit(10, commit_id="x", digest="y"), *event_logs()["2"].ranks[0][9:]]
+    assert bitwise_equal(event_logs(g2=lost), [FAULT]).holds
 
 
 def test_steps_that_a_checkpoint_did_not_have_are_another_history():
     again = [
-        DiaryLine("start", 21.0, 2, 0),
+        EventLine("start", 21.0, 2, 0),
         *(commit(step, commit_id=f"d{step}", at_s=step + 15.0, pid=2) for step in range(8, 30)),
     ]
     all_dead = replace(FAULT, kind="all", at_s=20.5, survivors=frozenset(), hit=frozenset("012"), back_s=45.0)
     both = [*STEADY, *again]
-    restarted = diaries(g0=both, g1=both, g2=both)
+    restarted = event_logs(g0=both, g1=both, g2=both)
     assert bitwise_equal(restarted, [FAULT, all_dead]).holds
     assert next_commit_s(restarted, all_dead) == 2.5
     later = replace(FAULT, at_s=30.0, back_s=40.0)
@@ -122,27 +122,27 @@ def test_steps_between_the_order_to_kill_all_and_their_death_are_of_the_old_hist
     ordered = replace(FAULT, kind="all", at_s=18.5, survivors=frozenset(), hit=frozenset("012"), back_s=45.0)
     late = [*STEADY, commit(21, at_s=21.0)]  # steps 19 to 21, before it dies
     again = [
-        DiaryLine("start", 22.0, 2, 0),
+        EventLine("start", 22.0, 2, 0),
         *(commit(step, commit_id=f"d{step}", at_s=step + 15.0, pid=2) for step in range(18, 30)),
     ]
-    restarted = diaries(g0=[*late, *again], g1=[*late, *again], g2=[*late, *again])
+    restarted = event_logs(g0=[*late, *again], g1=[*late, *again], g2=[*late, *again])
     assert bitwise_equal(restarted, [FAULT, ordered]).holds
 
 
 def test_a_flipped_bit_counts_until_it_is_mended():
     flipped = replace(FAULT, kind="corrupt")
     harmed = [replace(line, digest="x") if 9 <= line.step < 14 else line for line in STEADY]
-    mended = [*harmed[:13], DiaryLine("healed", 13.5, 1, 13), *harmed[13:]]
-    assert bitwise_equal(diaries(g2=mended), [flipped]).holds
-    assert not bitwise_equal(diaries(g2=mended), [FAULT]).holds
+    mended = [*harmed[:13], EventLine("healed", 13.5, 1, 13), *harmed[13:]]
+    assert bitwise_equal(event_logs(g2=mended), [flipped]).holds
+    assert not bitwise_equal(event_logs(g2=mended), [FAULT]).holds
     late = [replace(line, digest="x") if line.step == 15 else line for line in mended if line.event == "commit"]
-    assert not bitwise_equal(diaries(g2=[*late[:13], DiaryLine("healed", 13.5, 1, 13), *late[13:]]), [flipped]).holds
+    assert not bitwise_equal(event_logs(g2=[*late[:13], EventLine("healed", 13.5, 1, 13), *late[13:]]), [flipped]).holds
 
 
 def test_a_fault_after_which_the_groups_never_were_together():
-    verdict = bitwise_equal(diaries(g2=STEADY[:9]), [FAULT])
+    verdict = bitwise_equal(event_logs(g2=STEADY[:9]), [FAULT])
     assert not verdict.holds and "after a fault no step was committed by all groups" in verdict.words
-    assert not bitwise_equal({"0": diaries()["0"]}, []).holds, "nothing was compared"
+    assert not bitwise_equal({"0": event_logs()["0"]}, []).holds, "nothing was compared"
 
 
 def write(folder: Path, name: str, rows: Sequence[dict[str, object]]) -> Path:

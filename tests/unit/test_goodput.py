@@ -23,7 +23,7 @@ def job(tmp_path: Path, *texts: str, command: str = "") -> RecoveryJob:
     program = [sys.executable, "-c", command]
     groups = [ReplicaGroup(str(number), tmp_path, program, {}) for number in range(len(texts))]
     for group, text in zip(groups, texts, strict=True):
-        (group.folder / "diary.0.jsonl").write_text(text)
+        (group.folder / "event_log.0.jsonl").write_text(text)
         group.read()
     return cast(RecoveryJob, FakeJob(groups, tmp_path))
 
@@ -72,7 +72,7 @@ def test_who_has_committed_in_this_life_runs(tmp_path: Path):
     group.start()
     try:
         assert not group.runs
-        with (group.folder / "diary.0.jsonl").open("a") as log:
+        with (group.folder / "event_log.0.jsonl").open("a") as log:
             log.write(line("commit", time.monotonic(), 2))
         group.read()
         assert group.runs

@@ -35,13 +35,13 @@ def test_what_is_not_initialised_is_named():
         model = Fork(SMALL, V, T)
     model.to_empty(device="cpu")
     with pytest.raises(ValueError, match=r"Fork: init_weights leaves table, turns without values"):
-        model.initialise(0)  # Llama's draws each parameter by its name
+        model.checked_init_weights(0)  # Llama's draws each parameter by its name
     part = Fork.init_weights
     model.init_weights = lambda seed: part(model, seed) or model.layers["1"].ffn_norm.weight.fill_(torch.nan)  # type: ignore[assignment]
     with pytest.raises(
         ValueError, match=r"leaves layers\.1\.ffn_norm\.weight, table, turns without values, or gives NaN; it must"
     ):
-        model.initialise(0)
+        model.checked_init_weights(0)
 
 
 def tokens(batch: int = 2, length: int = T) -> torch.Tensor:

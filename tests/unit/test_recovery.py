@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from bench.job import Diary, DiaryLine, JobSide, descendants, gaps, longest_gap
+from bench.job import EventLine, EventLog, JobSide, descendants, gaps, longest_gap
 from bench.recovery import expendable, refused, unaccounted, verdict
 
 
@@ -19,9 +19,9 @@ def line(event: str, at_s: float, step: int, contributors: int = 2) -> str:
 
 
 def group(tmp_path: Path, number: int, text: str) -> Any:
-    made = Diary(str(number), tmp_path / str(number))
+    made = EventLog(str(number), tmp_path / str(number))
     made.folder.mkdir()
-    (made.folder / "diary.0.jsonl").write_text(text)
+    (made.folder / "event_log.0.jsonl").write_text(text)
     made.read()
     return made
 
@@ -30,8 +30,8 @@ def commits(steps: range, participants: int = 2) -> str:
     return "".join(line("commit", float(step), step, participants) for step in steps)
 
 
-def end(step: int, weight: float) -> DiaryLine:
-    return DiaryLine("end", 99.0, step=step, weight=weight, digest="digest")
+def end(step: int, weight: float) -> EventLine:
+    return EventLine("end", 99.0, step=step, weight=weight, digest="digest")
 
 
 START = line("start", 0.0, 0)
@@ -98,10 +98,10 @@ def test_half_a_line_is_read_when_it_is_whole(tmp_path: Path):
     whole = line("commit", 2.0, 7)
     made = group(tmp_path, 0, START + whole[:20])
     assert [each.event for each in made.ranks[0]] == ["start"] and made.step == 0
-    with (made.folder / "diary.0.jsonl").open("a") as log:
+    with (made.folder / "event_log.0.jsonl").open("a") as log:
         log.write(whole[20:])
     made.read()
-    assert made.ranks[0][-1] == DiaryLine("commit", 2.0, step=7, contributors=2) and made.step == 7
+    assert made.ranks[0][-1] == EventLine("commit", 2.0, step=7, contributors=2) and made.step == 7
 
 
 def test_the_last_with_the_newest_step_is_spared(tmp_path: Path):

@@ -19,7 +19,7 @@ from tests.unit.storage import AtOnce, Disk, until_written
 from training import metrics_writer as relay
 from training.background_writer import BackgroundWriter
 from training.metrics_writer import ROWS_KEPT, MetricsWriter
-from training.sinks import KeptStep, Sinks
+from training.sinks import LastKeptStep, Sinks
 
 
 class Group:
@@ -37,7 +37,7 @@ class Group:
             **settings,
         )
 
-    def open(self, kept_step: KeptStep) -> Sinks:
+    def open(self, kept_step: LastKeptStep) -> Sinks:
         self.opens()
         return Sinks(self.folder, tensorboard_folder="tb", kept_step=kept_step)
 

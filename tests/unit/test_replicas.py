@@ -33,7 +33,7 @@ from scripts.replicas import (
     run,
     visible_devices,
 )
-from training.appended import RunLock
+from training.durable_files import RunLock
 
 
 def group(tmp_path: Path, program: str, restarts: int = 100) -> ReplicaSupervisor:

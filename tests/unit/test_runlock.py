@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from training.appended import RunLock
+from training.durable_files import RunLock
 
 HOLD = """
 import sys
 from pathlib import Path
-from training.appended import RunLock
+from training.durable_files import RunLock
 lock = RunLock(Path(sys.argv[1]))
 print("held", flush=True)
 sys.stdin.read()

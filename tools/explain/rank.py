@@ -157,7 +157,7 @@ def without_memory(model: Model) -> FakeTensorMode:
             with fake:
                 return cast(nn.Module, super().to_empty(device=device, recurse=recurse))
 
-        def initialise(self, seed: int) -> None:
+        def checked_init_weights(self, seed: int) -> None:
             pass
 
     model.__class__ = WithoutMemory

@@ -28,8 +28,8 @@ from pathlib import Path
 
 import numpy as np
 
-from training.appended import replace_file, sync_path, try_lock
 from training.data.sources import Source, TextSource, TokenSource, check_ids, map_ids, no_text, stamp_of
+from training.durable_files import replace_file, sync_path, try_lock
 from training.log import Log
 from training.progress import Bar
 from training.tokenizer import Tokenizer

@@ -18,8 +18,8 @@ from typing import Any
 
 import numpy as np
 
-from training.appended import replace_file, sync_path, try_lock
 from training.data.sources import TOKEN_TYPES, map_ids
+from training.durable_files import replace_file, sync_path, try_lock
 
 FORMAT = 1
 MANIFEST, JOURNAL = "manifest.json", "journal.jsonl"

@@ -173,20 +173,20 @@ class QuorumRequest(_message.Message):
     def __init__(self, call: _Optional[_Union[Call, _Mapping]] = ..., static_quorum_id: _Optional[str] = ...) -> None: ...
 
 class QuorumReply(_message.Message):
-    __slots__ = ("quorum", "same", "restore", "times", "limits")
+    __slots__ = ("quorum", "dynamic", "restore", "times", "limits")
     QUORUM_FIELD_NUMBER: _ClassVar[int]
-    SAME_FIELD_NUMBER: _ClassVar[int]
+    DYNAMIC_FIELD_NUMBER: _ClassVar[int]
     RESTORE_FIELD_NUMBER: _ClassVar[int]
     TIMES_FIELD_NUMBER: _ClassVar[int]
     LIMITS_FIELD_NUMBER: _ClassVar[int]
     quorum: Quorum
-    same: SameStaticQuorum
+    dynamic: DynamicQuorum
     restore: Restore
     times: Times
     limits: JobLimits
-    def __init__(self, quorum: _Optional[_Union[Quorum, _Mapping]] = ..., same: _Optional[_Union[SameStaticQuorum, _Mapping]] = ..., restore: _Optional[_Union[Restore, _Mapping]] = ..., times: _Optional[_Union[Times, _Mapping]] = ..., limits: _Optional[_Union[JobLimits, _Mapping]] = ...) -> None: ...
+    def __init__(self, quorum: _Optional[_Union[Quorum, _Mapping]] = ..., dynamic: _Optional[_Union[DynamicQuorum, _Mapping]] = ..., restore: _Optional[_Union[Restore, _Mapping]] = ..., times: _Optional[_Union[Times, _Mapping]] = ..., limits: _Optional[_Union[JobLimits, _Mapping]] = ...) -> None: ...
 
-class SameStaticQuorum(_message.Message):
+class DynamicQuorum(_message.Message):
     __slots__ = ("quorum_id", "epoch", "reference", "assigned", "assignment_id")
     QUORUM_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
@@ -207,16 +207,16 @@ class Restore(_message.Message):
     def __init__(self, settled: _Optional[int] = ...) -> None: ...
 
 class Up(_message.Message):
-    __slots__ = ("hello", "quorum", "report", "happened")
+    __slots__ = ("hello", "quorum", "report", "timeline_event")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     QUORUM_FIELD_NUMBER: _ClassVar[int]
     REPORT_FIELD_NUMBER: _ClassVar[int]
-    HAPPENED_FIELD_NUMBER: _ClassVar[int]
+    TIMELINE_EVENT_FIELD_NUMBER: _ClassVar[int]
     hello: Hello
     quorum: Quorum
     report: Report
-    happened: Happened
-    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., quorum: _Optional[_Union[Quorum, _Mapping]] = ..., report: _Optional[_Union[Report, _Mapping]] = ..., happened: _Optional[_Union[Happened, _Mapping]] = ...) -> None: ...
+    timeline_event: TimelineEvent
+    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., quorum: _Optional[_Union[Quorum, _Mapping]] = ..., report: _Optional[_Union[Report, _Mapping]] = ..., timeline_event: _Optional[_Union[TimelineEvent, _Mapping]] = ...) -> None: ...
 
 class Hello(_message.Message):
     __slots__ = ("replica_id", "quorum_id", "settled")
@@ -268,7 +268,7 @@ class Report(_message.Message):
     blame: _containers.RepeatedScalarFieldContainer[str]
     def __init__(self, replica_id: _Optional[str] = ..., step: _Optional[int] = ..., commit_quorum_id: _Optional[int] = ..., waiting: bool = ..., median_step_s: _Optional[float] = ..., settled: _Optional[int] = ..., sent_s: _Optional[float] = ..., phase: _Optional[str] = ..., healed_bytes: _Optional[int] = ..., goodput_s: _Optional[float] = ..., wall_s: _Optional[float] = ..., mean_loss: _Optional[float] = ..., heal_done_bytes: _Optional[int] = ..., heal_total_bytes: _Optional[int] = ..., phase_limit_s: _Optional[float] = ..., launched: _Optional[int] = ..., summed: bool = ..., blame: _Optional[_Iterable[str]] = ...) -> None: ...
 
-class Happened(_message.Message):
+class TimelineEvent(_message.Message):
     __slots__ = ("lane", "step", "text")
     LANE_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
@@ -457,18 +457,18 @@ class Outcome(_message.Message):
     def __init__(self, kind: _Optional[str] = ..., quorum_id: _Optional[int] = ..., attempt: _Optional[int] = ..., step: _Optional[int] = ..., verdict: _Optional[str] = ..., change: bool = ..., reason: _Optional[str] = ..., divergent: _Optional[_Iterable[str]] = ..., healed: bool = ...) -> None: ...
 
 class RankUp(_message.Message):
-    __slots__ = ("hello", "report", "rejoin", "happened", "wants_to_leave")
+    __slots__ = ("hello", "report", "rejoin", "timeline_event", "wants_to_leave")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     REPORT_FIELD_NUMBER: _ClassVar[int]
     REJOIN_FIELD_NUMBER: _ClassVar[int]
-    HAPPENED_FIELD_NUMBER: _ClassVar[int]
+    TIMELINE_EVENT_FIELD_NUMBER: _ClassVar[int]
     WANTS_TO_LEAVE_FIELD_NUMBER: _ClassVar[int]
     hello: RankHello
     report: Report
     rejoin: RejoinUnderNewId
-    happened: Happened
+    timeline_event: TimelineEvent
     wants_to_leave: Done
-    def __init__(self, hello: _Optional[_Union[RankHello, _Mapping]] = ..., report: _Optional[_Union[Report, _Mapping]] = ..., rejoin: _Optional[_Union[RejoinUnderNewId, _Mapping]] = ..., happened: _Optional[_Union[Happened, _Mapping]] = ..., wants_to_leave: _Optional[_Union[Done, _Mapping]] = ...) -> None: ...
+    def __init__(self, hello: _Optional[_Union[RankHello, _Mapping]] = ..., report: _Optional[_Union[Report, _Mapping]] = ..., rejoin: _Optional[_Union[RejoinUnderNewId, _Mapping]] = ..., timeline_event: _Optional[_Union[TimelineEvent, _Mapping]] = ..., wants_to_leave: _Optional[_Union[Done, _Mapping]] = ...) -> None: ...
 
 class RankHello(_message.Message):
     __slots__ = ("group_rank", "pid", "host")
