@@ -36,8 +36,8 @@ class Agreement:
 
     def outcome(self, client: GroupClient, vote: Vote, *, free: bool) -> Outcome | None:
         """Returns the group's outcome of a commit vote; called by all its ranks. None: each rank must vote at the server by itself.
-        `free`: False: an effect is due first, so this rank cannot say yes. Raises GroupEnded if ranks vote on
-        different attempts, or one is gone."""
+        `free`: False if this rank's machine has returned a further effect that must be carried out before the vote is answered: its vote
+        then does not count as a yes. Raises GroupEnded if ranks vote on different attempts, or one is gone."""
         outcome = None
         if vote.verdict == "failed":  # one such vote decides: the server interrupts ranks that still wait
             outcome = client.outcome(vote)

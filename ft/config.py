@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from ft.protocol.messages import Timeouts
+from ft.protocol.messages import MAX_BEAT_S, Timeouts
 from ft.rpc.access import Endpoint, Tls, check_scheme, find_tls, find_token
 
 
@@ -119,7 +119,7 @@ class FaultTolerance:
         int, "failed attempts in a row that a group survives; one more ends it; -1: no limit", ">= -1"
     ] = -1
     # Each timeout, except stall_s, must be below the next one (heal_grace_s may equal takeover_s, and takeover_s collective_s).
-    beat_s: Annotated[float, "seconds between two heartbeats of a group", "> 0"] = 1.0
+    beat_s: Annotated[float, "seconds between two heartbeats of a group", "> 0", f"<= {MAX_BEAT_S:g}"] = 1.0
     heartbeat_timeout_s: Annotated[
         float,
         "seconds of silence after which a group is lost; equal to the lighthouse's --heartbeat_timeout_ms",
@@ -192,9 +192,9 @@ class FaultTolerance:
             value = getattr(self, key)
             shown = f'"{value}"' if isinstance(value, str) else str(value).lower()
             raise ValueError(f"fault_tolerance.{key} = {shown}: {why}")
-        for lower, x, upper, y in self.times.check_timeout_order():
+        for lower, x, relation, upper, y in self.times.check_timeout_order():
             raise ValueError(
-                f"fault_tolerance.{lower} = {x:g}: must be below fault_tolerance.{upper} = {y:g}: the longer timeout "
+                f"fault_tolerance.{lower} = {x:g}: must {relation} fault_tolerance.{upper} = {y:g}: the longer timeout "
                 "relies on a result of the shorter one"
             )
 
@@ -273,7 +273,7 @@ _SEMI_SYNC = _SEMI_SYNC[_SEMI_SYNC.index("semi_sync_method") + 1 :]
 
 def _whole(least: int, most: int = (1 << 31) - 1) -> Callable[[str], int]:
     def whole(text: str) -> int:
-        if not text.isascii() or not text.lstrip("-").isdigit():
+        if not text.isascii() or not text.removeprefix("-").isdigit():
             raise ValueError("must be a whole number")
         number = int(text)
         if not least <= number <= most:

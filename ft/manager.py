@@ -664,7 +664,7 @@ class Manager:
         trainer: a torchft program (ft/compat/manager.py) runs its body, and `reduce` launches them at its end. Without a state the attempt
         fails."""
         machine, attempt = self.machine, (effect.quorum_id, effect.attempt, effect.step)
-        repeats = machine.contribution.computed or (effect.quorum_id, effect.step) == self._zeros_sent
+        repeats = bool(machine.contribution.tokens) or (effect.quorum_id, effect.step) == self._zeros_sent
         if not effect.zeros or attempt == self._attempt_id or (repeats and self.gradients.can_repeat):
             return self._launch(effect)
         self.gradients.drop()

@@ -28,7 +28,7 @@ from ft.rpc import codec
 from ft.rpc.access import Access
 from ft.rpc.driver import now_s
 from ft.rpc.generated import torchft_pb2
-from ft.rpc.lighthouse_link import CALL_S, LighthouseConnection, channel, status_of
+from ft.rpc.lighthouse_link import LighthouseConnection, channel, status_of
 from ft.rpc.serving import CallRefused, Pending, PendingCalls, unary
 
 RETRY_S = 0.1
@@ -230,16 +230,20 @@ class TorchftConnection(LighthouseConnection):
     _ids = QuorumIds()
 
     async def _ask(self, call: m.Call) -> None:
-        try:
-            member = encode_member(call.member, self._ids)
-            quorum, self._ids = decode_quorum(await ask_quorum(self._channel, self._metadata, member, CALL_S))
-            # torchft's lighthouse never requires a checkpoint to be loaded
-            is_new_job = all(member.void for member in quorum.members)
-            self._on_event(m.LighthouseRequiresRestore(0) if is_new_job else m.LighthouseAnswered(quorum))
-        except grpc.RpcError as error:
-            self._on_event(m.LighthouseFailed(status_of(error)))
-        except ValueError as error:
-            self._on_event(m.LighthouseRefused(call.member.replica_id, "FAILED_PRECONDITION", str(error)))
+        event: m.Event | None = None
+        while event is None:
+            try:
+                member = encode_member(call.member, self._ids)
+                quorum, self._ids = decode_quorum(await ask_quorum(self._channel, self._metadata, member, self.call_s))
+                # torchft's lighthouse never requires a checkpoint to be loaded
+                is_new_job = all(member.void for member in quorum.members)
+                event = m.LighthouseRequiresRestore(0) if is_new_job else m.LighthouseAnswered(quorum)
+            except grpc.RpcError as error:  # noqa: PERF203 (a try takes two minutes)
+                if error.code() != grpc.StatusCode.DEADLINE_EXCEEDED:  # then it waits for other groups
+                    event = m.LighthouseFailed(status_of(error))
+            except ValueError as error:
+                event = m.LighthouseRefused(call.member.replica_id, "FAILED_PRECONDITION", str(error))
+        self._on_event(event)
 
     async def _keep_open(self, replica_id: str, settled: Callable[[], int], is_stopped: Callable[[], bool]) -> None:
         """Sends heartbeats, each in a call of its own, as there is no stream; the lighthouse sends nothing but replies."""

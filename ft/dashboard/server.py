@@ -34,8 +34,9 @@ from ft.dashboard.history import clean
 from ft.dashboard.view import DRAINED, KILLED
 from ft.protocol import messages as m
 from ft.protocol.roster import takeover_order_s
+from ft.protocol.rules import MAX_TEXT
 from ft.rpc.access import Access, Endpoint
-from ft.rpc.codec import MAX_TEXT, ORDERS
+from ft.rpc.codec import ORDERS
 from ft.rpc.lighthouse_service import LighthouseService
 
 FOLDER = Path(__file__).resolve().parent / "static"

@@ -7,7 +7,7 @@
 
 A refusal has a status and the reason. 404: not offered yet; 410: the offer, or one of these chunks, will not be available any more.
 
-Every request has `Authorization: Bearer TOKEN` if the job has a token, and `Joiner: NAME`, the joiner's name, equal on all its connections;
+Every request has `Authorization: Bearer TOKEN` if the job has a token, and `Reader: NAME`, the joiner's name, equal on all its connections;
 a request for the body also has `Lacks: FIRST-LAST`, a range with all chunks that the joiner has not verified, whichever source it will
 request them from. Chunks are a range unit of our own (RFC 9110, 14.1), so a range cannot begin inside a digest. No request has a body.
 
@@ -40,7 +40,7 @@ HEAD_S = 10.0  # timeout of a connection's first request, and of a whole head
 _REQUEST = re.compile(r"(GET|POST) (/[!-~]{0,255}) HTTP/1\.[01]")
 _FIELD = re.compile(r"([!#$%&'*+.^_`|~0-9A-Za-z-]{1,64}):[ \t]*([\t -~]*?)[ \t]*")
 _PATH = re.compile(r"/heal/(\d{1,18})/(\d{1,18})/(header|body|digests|done)", re.ASCII)
-_READER = re.compile(r"[\w.:-]{1,128}", re.ASCII)
+_JOINER = re.compile(r"[\w.:-]{1,128}", re.ASCII)
 _PHRASES = {200: "OK", 206: "Partial Content", 401: "Unauthorized", 404: "Not Found", 410: "Gone"}
 log = logging.getLogger("pharos.healing")
 
@@ -83,8 +83,8 @@ def parse_request(head: bytes, access: Access) -> HealRequest:
         raise BadRequest(404, "no such path")
     if request[1] != ("POST" if path[3] == "done" else "GET"):
         raise BadRequest(405, f"{path[3]} is not for {request[1]}")
-    if not _READER.fullmatch(joiner):
-        raise BadRequest(400, "Joiner: a name of at most 128 letters, digits and .:_-")
+    if not _JOINER.fullmatch(joiner):
+        raise BadRequest(400, "Reader: a name of at most 128 letters, digits and .:_-")
     target = path[3], int(path[1]), int(path[2]), joiner
     if path[3] != "body":
         return HealRequest(*target)

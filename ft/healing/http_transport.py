@@ -124,7 +124,7 @@ class SourceConnection:
         """Sends a request, and returns the length of the reply's body; -1: not offered yet. Raises SourceFailed, OSError, ValueError."""
         assert self._sock is not None
         token = "".join(f"{name}: {value}\r\n" for name, value in self._transport.access.metadata())
-        always = f"Host: healing\r\nJoiner: {self._transport.replica_id}\r\n{token}"
+        always = f"Host: healing\r\nReader: {self._transport.replica_id}\r\n{token}"
         self._sock.sendall(f"{method} {self._path}/{what} HTTP/1.1\r\n{always}{fields}\r\n".encode("ascii"))
         head = b""
         while not head.endswith(b"\r\n\r\n"):  # byte by byte, as the body is received into tensors

@@ -28,6 +28,7 @@ VOID = -1  # step of a group without a complete state: it heals, or waits for an
 # 0 the number is the step itself. Trainers, logs and pages show s, and b where it is not 0. Legal steps (rules.MAX_STEP; int64 in
 # pharos.proto) leave room for 1,024 branches.
 STEPS_PER_BRANCH, MAX_BRANCH = 1 << 30, 1023
+MAX_BEAT_S = 2.0  # longest beat_s: the lighthouse, whose own is 1.0, takes a group for silent after 2.5 of these
 UNABLE = -1.0  # tokens of a slot in the tail whose group cannot contribute (no valid token, NaN or Inf)
 
 Kind = Literal["pharos", "torchft"]  # protocol of a member, and with it the quorum rules that apply
@@ -123,17 +124,20 @@ class Timeouts:
 
     def incompatible_timeouts(self, theirs: Timeouts) -> list[str]:
         """Returns the reasons why a group with these timeouts may not join a lighthouse that has `theirs`; empty: it may."""
-        bad = [f"{a} = {x:g} must be below {b} = {y:g}" for a, x, b, y in self.check_timeout_order()]
+        bad = [f"{a} = {x:g} must {relation} {b} = {y:g}" for a, x, relation, b, y in self.check_timeout_order()]
+        bad += [f"beat_s = {self.beat_s:g} must not exceed {MAX_BEAT_S:g}"] * (self.beat_s > MAX_BEAT_S)
         alike = [(n, getattr(self, n), getattr(theirs, n)) for n in ("heartbeat_timeout_s", "heal_grace_s")]
         return bad + [f"{n} = {ours}: the lighthouse has {other}" for n, ours, other in alike if ours != other]
 
-    def check_timeout_order(self) -> list[tuple[str, float, str, float]]:
-        """Returns the pairs of successive timeouts in the wrong order: (name, seconds, next name, its seconds)."""
+    def check_timeout_order(self) -> list[tuple[str, float, str, str, float]]:
+        """Returns the pairs of successive timeouts in the wrong order: (name, seconds, "be below" or "not exceed", next name, its
+        seconds)."""
         names = ("beat_s", "heartbeat_timeout_s", "rendezvous_s", "heal_grace_s", "takeover_s", "collective_s")
         order = [(n, getattr(self, n)) for n in names if getattr(self, n) is not None]
         pairs = [(a, x, b, y) for (a, x), (b, y) in zip(order, order[1:], strict=False)]
         may_be_equal = ("takeover_s", "collective_s")
-        return [(a, x, b, y) for a, x, b, y in pairs if x > y or (x == y and b not in may_be_equal)]
+        wrong = [(a, x, b, y) for a, x, b, y in pairs if x > y or (x == y and b not in may_be_equal)]
+        return [(a, x, "not exceed" if b in may_be_equal else "be below", b, y) for a, x, b, y in wrong]
 
 
 @dataclass(frozen=True)
@@ -506,7 +510,7 @@ class FailRank(Effect):
     """Fail the waiting quorum request or vote of one rank."""
 
     group_rank: int
-    code: Literal["INVALID_ARGUMENT", "ALREADY_EXISTS", "NOT_FOUND", "UNAVAILABLE", "FAILED_PRECONDITION", "STALE"]
+    code: Literal["INVALID_ARGUMENT", "ALREADY_EXISTS", "UNAVAILABLE", "FAILED_PRECONDITION", "STALE"]
     reason: str
 
 

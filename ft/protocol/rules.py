@@ -110,6 +110,7 @@ def fingerprint_mismatches(fingerprints: Sequence[Fingerprint], holders: Sequenc
 
 
 def _differ(fingerprint: Fingerprint, job: Mapping[str, str]) -> list[str]:
+    """Returns the keys whose digests differ. A key that only one has is not compared: another release may lack it."""
     return [what for what, digest in fingerprint if what in job and job[what] != digest]
 
 

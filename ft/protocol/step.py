@@ -130,7 +130,7 @@ class Ledger:
     def assign(self, participants: Sequence[str]) -> dict[int, str]:
         """Returns the assignment of the next step, made round-robin if none is open. An open one is kept; `reassign` adapts it."""
         if not self.assignment:
-            count, slots, slot = self.slots_per_step or len(participants), self.holes, self.position
+            count, slots, slot = self.slot_count(len(participants)), self.holes, self.position
             if self._skip_ranges:
                 slots = [hole for hole in slots if not self._skipped_until(hole)]
             slots = slots[:count]
@@ -293,8 +293,8 @@ class Tail:
 class LocalContribution:
     """This group's contribution to one step, kept until the step is committed or the gradients are dropped."""
 
-    tokens: dict[int, float] = field(default_factory=dict)  # slot in the gradients -> its valid tokens
-    computed: bool = False  # True: forward and backward have run
+    # slot in the gradients -> its valid tokens; empty until forward and backward have run
+    tokens: dict[int, float] = field(default_factory=dict)
     loss_sum: float = 0.0
     able: bool = True  # as Computed.able
     kept: bool = True  # as Computed.kept
@@ -588,7 +588,7 @@ class StepMachine:
         own = self.contribution
         # event.tokens may be shorter than Compute.slots: the remaining slots have no valid token
         own.tokens |= {**dict.fromkeys(self._missing, 0.0), **dict(zip(self._missing, event.tokens, strict=False))}
-        own.computed, own.loss_sum = True, own.loss_sum + event.loss_sum
+        own.loss_sum += event.loss_sum
         own.able, own.kept = own.able and event.able, own.kept and event.kept
         self._missing = ()
         self.reason = "the gradients are complete"
@@ -779,7 +779,7 @@ class StepMachine:
             self._drop_gradients()
 
     def _drop_gradients(self) -> None:
-        if self.contribution.computed:
+        if self.contribution.tokens:
             self._out.append(m.DropGradients())
         self.contribution = LocalContribution()
 

@@ -19,21 +19,20 @@ from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 from google.protobuf.message import DecodeError, Message
 
 from ft.protocol import messages as m
-from ft.protocol.rules import MAX_STEP, validate_request
+from ft.protocol.rules import MAX_STEP, MAX_TEXT, validate_request
 from ft.rpc.generated import pharos_pb2, torchft_pb2
 
 T = TypeVar("T")
 P = TypeVar("P", bound=Message)
 
 WIRE_TYPES: dict[type[Any], Any] = {m.Timeouts: pharos_pb2.Times, m.LighthouseRefused: pharos_pb2.Refused}
-MAX_TEXT = 512  # characters of an id, an address, a digest
 MAX_REASON = 4 << 10
 MAX_TEXTS = {"reason": MAX_REASON, "data": 64 << 10, "checkpoint_metadata": 64 << 10}  # by field
 MAX_TEXTS |= dict.fromkeys(("reconfigure_handles", "handles"), 64 << 10)  # each string of a Member, of a QuorumResult
 MAX_DIGESTS = 256  # digests in a fingerprint
 MAX_NAMED = 65_536  # members blamed by one request or report
 MAX_LINE = 500  # characters of a line that the dashboard shows
-# legal Happened.lane: a failed step, divergent weights, a failed write, changed settings
+# legal TimelineEvent.lane: a failed step, divergent weights, a failed write, changed settings
 CLIENT_LANES = ("commit", "corruption", "storage", "settings")
 ORDERS = ("drain", "kill")  # legal Order.kind
 HAS_LEFT = "the group has left"  # start of Ended.reason after a Leave: no error

@@ -142,7 +142,7 @@ def parser() -> argparse.ArgumentParser:
 
 def _whole(least: int, most: int) -> Callable[[str], int]:
     def whole(text: str) -> int:
-        if not text.isascii() or not text.lstrip("-").isdigit() or not least <= int(text) <= most:
+        if not text.isascii() or not text.removeprefix("-").isdigit() or not least <= int(text) <= most:
             raise argparse.ArgumentTypeError(f"{text}: must be a whole number from {least} to {most}")
         return int(text)
 

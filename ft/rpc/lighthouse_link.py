@@ -58,7 +58,10 @@ def channel(address: str, access: Access, *, aio: bool) -> Any:
 
 class LighthouseConnection:
     """A group server's connection to a lighthouse: at most one quorum request, and one task that shows that the group is alive. `on_event`
-    gets every event, `on_operator_order` every order of an operator; `spawn` starts tasks and handles their errors. For one loop only."""
+    gets every event, `on_operator_order` every order of an operator; `spawn` starts tasks and handles their errors. `call_s`: timeout of a
+    quorum request, which is sent again after it, as it waits for other groups. For one loop only."""
+
+    call_s = CALL_S
 
     def __init__(
         self,
@@ -120,9 +123,7 @@ class LighthouseConnection:
 
 
 class PharosConnection(LighthouseConnection):
-    """Connection to a Pharos lighthouse. `call_s`: timeout of a quorum request, which is sent again after it."""
-
-    call_s = CALL_S
+    """Connection to a Pharos lighthouse."""
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)

@@ -77,8 +77,10 @@ class LighthouseService:
         self._static_quorum = codec.StaticQuorum()  # the static part of that quorum
         self._observer, self._logged_reason, self._logged_id, self._lost_in = observer, "", 0, 0
         self._limits = {"times": codec.to_message(self.config.times), "limits": codec.to_message(self.config.limits)}
-        # A group holds back commits after takeover_s / 2 without an answered heartbeat: here four answers in a row may be lost.
-        self._answer_every_s = (self.config.times.takeover_s or 30.0) / 12
+        # A group holds back commits after takeover_s / 2 without an answered heartbeat: here four answers in a row may be lost. After
+        # heartbeat_timeout_s a waiting group reports the lighthouse as silent.
+        times = self.config.times
+        self._answer_every_s = min((times.takeover_s or 30.0) / 12, times.heartbeat_timeout_s / 2)
         handlers: dict[type[m.Effect], Callable[[Any], asyncio.Future[None] | None]] = {
             m.Persist: lambda e: self.state_writer.keep(e.saved) if self.state_writer else None,
             m.Answer: self._answer,
@@ -207,7 +209,7 @@ class LighthouseService:
             timeline_event = codec.check_timeline_event(up.timeline_event)
             self._show(lambda dashboard: dashboard.on_timeline_event(hello.replica_id, timeline_event))
         else:
-            raise ValueError("a message after the hello must be a report, a quorum or an event (Happened)")
+            raise ValueError("a message after the hello must be a report, a quorum or a timeline event")
 
     def order(self, replica_id: str, kind: str, reason: str) -> bool:
         """Sends an operator's order (`kind`: one of codec.ORDERS) down the group's stream. Returns False if it has no stream."""

@@ -15,7 +15,7 @@ from ft.rpc.access import Access
 from tests.healing.states import large
 
 ACCESS = Access(token="a token of the test's own")
-FIELDS = (("Joiner", "j"), ("Range", "chunks=3-4"), ("Lacks", "1-9"))
+FIELDS = (("Reader", "j"), ("Range", "chunks=3-4"), ("Lacks", "1-9"))
 
 
 def good(*fields: tuple[str, str], path: str = "/heal/3/7/body", method: str = "GET") -> bytes:
@@ -29,7 +29,7 @@ def parse(data: bytes) -> HealRequest:
 
 def test_a_good_request():
     assert parse(good()) == HealRequest("body", 3, 7, "j", chunks=(3, 4), lacks=(1, 9))
-    assert parse(good(("Joiner", "j"), path="/heal/3/7/done", method="POST")).what == "done"
+    assert parse(good(("Reader", "j"), path="/heal/3/7/done", method="POST")).what == "done"
 
 
 @pytest.mark.parametrize(
@@ -37,7 +37,7 @@ def test_a_good_request():
     [
         (b"", 400),
         (b"GET /heal/3/7/body HTTP/2.0", 400),
-        (b"GET /heal/3/7/body HTTP/1.1\nJoiner: j", 400),
+        (b"GET /heal/3/7/body HTTP/1.1\nReader: j", 400),
         (good() + b"\r\nreader: k", 400),
         (good() + b"\r\n folded", 400),
         (good() + b"\r\nContent-Length: 5", 413),
@@ -50,7 +50,7 @@ def test_a_good_request():
         (good(path="/heal/" + "9" * 19 + "/7/body"), 404),
         (good(method="POST"), 405),
         (good(("Range", "chunks=3-4")), 400),
-        (good(("Joiner", "a b"), *FIELDS[1:]), 400),
+        (good(("Reader", "a b"), *FIELDS[1:]), 400),
         (good(FIELDS[0], ("Range", "bytes=0-9"), FIELDS[2]), 416),
         (good(FIELDS[0], ("Range", "chunks=0-1,3-4"), FIELDS[2]), 416),
         (good(FIELDS[0], ("Range", "chunks=0-3"), FIELDS[2]), 400),
@@ -93,7 +93,7 @@ def test_a_good_request_with_some_bytes_changed(data: st.DataObject):
 @settings(max_examples=100, deadline=None)
 @given(st.text(max_size=30), st.text(max_size=30), st.text(alphabet="0123456789-,", max_size=40))
 def test_any_fields(reader: str, unit: str, lacks: str):
-    parse_or_refuse(f"GET /heal/3/7/body HTTP/1.1\r\nJoiner: {reader}\r\nRange: {unit}\r\nLacks: {lacks}".encode())
+    parse_or_refuse(f"GET /heal/3/7/body HTTP/1.1\r\nReader: {reader}\r\nRange: {unit}\r\nLacks: {lacks}".encode())
 
 
 @settings(max_examples=100, deadline=None)

@@ -112,8 +112,9 @@ def test_what_a_healing_group_had_settled_sends_nobody_back_to_a_checkpoint():
     [
         ({"heartbeat_timeout_s": 0.5}, "beat_s = 1 must be below heartbeat_timeout_s = 0.5"),
         ({"rendezvous_s": 40.0}, "rendezvous_s = 40 must be below heal_grace_s = 30"),
-        ({"takeover_s": 20.0}, "heal_grace_s = 30 must be below takeover_s = 20"),
-        ({"takeover_s": None, "heal_grace_s": 700.0}, "heal_grace_s = 700 must be below collective_s = 600"),
+        ({"takeover_s": 20.0}, "heal_grace_s = 30 must not exceed takeover_s = 20"),
+        ({"takeover_s": None, "heal_grace_s": 700.0}, "heal_grace_s = 700 must not exceed collective_s = 600"),
+        ({"beat_s": 3.0}, "beat_s = 3 must not exceed 2"),
     ],
 )
 def test_the_order_of_timeouts(times: dict[str, Any], words: str):

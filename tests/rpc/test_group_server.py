@@ -30,7 +30,7 @@ from ft.protocol.group import GroupConfig
 from ft.rpc import codec
 from ft.rpc.access import Access
 from ft.rpc.clients import GroupClient, GroupServerProcess, Stale
-from ft.rpc.generated import pharos_pb2
+from ft.rpc.generated import pharos_pb2, torchft_pb2
 from ft.rpc.group_server import GroupService, Process, RankReports, Settings
 from ft.rpc.lighthouse_link import PharosConnection
 from ft.rpc.serving import CallRefused
@@ -260,8 +260,12 @@ def test_a_late_vote_fails_no_call_for_a_quorum():
     asyncio.run(story())
 
 
-def test_a_request_that_waits_for_other_groups_is_no_failed_try():
+@pytest.mark.parametrize("connection", [PharosConnection, TorchftConnection])
+def test_a_request_that_waits_for_other_groups_is_no_failed_try(connection: Any):
     """Its time is up, and it is sent again: what the lighthouse answers then is the answer."""
+    theirs = torchft_pb2.LighthouseQuorumResponse(quorum=torchft_pb2.Quorum(quorum_id=1))
+    ours = pharos_pb2.QuorumReply(restore=pharos_pb2.Restore(settled=7))
+    reply, settled = (ours, 7) if connection is PharosConnection else (theirs, 0)
 
     async def story() -> None:
         requests, heard, over = [], asyncio.Queue[m.Event](), asyncio.Event()
@@ -272,11 +276,11 @@ def test_a_request_that_waits_for_other_groups_is_no_failed_try():
                     requests.append(request)
                     if len(requests) < 3:
                         await over.wait()
-                    return pharos_pb2.QuorumReply(restore=pharos_pb2.Restore(settled=7)).SerializeToString()
+                    return bytes(reply.SerializeToString())
 
                 return grpc.unary_unary_rpc_method_handler(quorum)
 
-        class Impatient(PharosConnection):
+        class Impatient(connection):
             call_s = 0.05
 
         server = grpc.aio.server()
@@ -285,7 +289,7 @@ def test_a_request_that_waits_for_other_groups_is_no_failed_try():
         await server.start()
         link = Impatient(address, Access(), heard.put_nowait, asyncio.ensure_future, lambda o: None)
         link.call(m.Call(m.Member("a:1")), 0.0)
-        assert await asyncio.wait_for(heard.get(), WAIT_S) == m.LighthouseRequiresRestore(7)
+        assert await asyncio.wait_for(heard.get(), WAIT_S) == m.LighthouseRequiresRestore(settled)
         assert len(requests) == 3 and requests[0] == requests[2] and heard.empty()
         over.set()
         await link.close()

@@ -95,9 +95,9 @@ def test_a_group_dies_and_comes_back_and_all_dead_go_on_from_the_checkpoint(clea
             "pharos: fault_tolerance.min_replica_size = 3: there are NUM_REPLICA_GROUPS = 2; nearest: 2",
         ),
         (
-            ["--groups=2", "--fault_tolerance.beat_s=9"],
+            ["--groups=2", "--fault_tolerance.heartbeat_timeout_s=0.5"],
             (
-                "fault_tolerance.beat_s = 9: must be below fault_tolerance.heartbeat_timeout_s = 5: "
+                "fault_tolerance.beat_s = 1: must be below fault_tolerance.heartbeat_timeout_s = 0.5: "
                 "the longer timeout relies on a result of the shorter one"
             ),
         ),

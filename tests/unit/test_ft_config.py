@@ -41,8 +41,8 @@ SEMI = dict(enable=True, semi_sync_method="diloco")
         (dict(beat_s=5.0), "fault_tolerance.beat_s = 5: must be below fault_tolerance.heartbeat_timeout_s = 5"),
         (dict(rendezvous_s=4.0), "fault_tolerance.heartbeat_timeout_s = 5: must be below fault_tolerance.rendezvous_s = 4"),
         (dict(rendezvous_s=31.0), "fault_tolerance.rendezvous_s = 31: must be below fault_tolerance.heal_grace_s = 30"),
-        (dict(heal_grace_s=31.0), "fault_tolerance.heal_grace_s = 31: must be below fault_tolerance.takeover_s = 30"),
-        (dict(takeover_s=601.0), "fault_tolerance.takeover_s = 601: must be below fault_tolerance.collective_s = 600"),
+        (dict(heal_grace_s=31.0), "fault_tolerance.heal_grace_s = 31: must not exceed fault_tolerance.takeover_s = 30"),
+        (dict(takeover_s=601.0), "fault_tolerance.takeover_s = 601: must not exceed fault_tolerance.collective_s = 600"),
         (dict(slots_per_step=4), "fault_tolerance.slots_per_step = 4: requires fault_tolerance.keep_global_batch = true"),
         (dict(deterministic_reduce=True), "fault_tolerance.deterministic_reduce = true: requires fault_tolerance.keep_global_batch"),
         (dict(sync_steps=10), 'fault_tolerance.sync_steps = 10: requires fault_tolerance.semi_sync_method = "local_sgd" or "diloco", but it is "none"'),
@@ -59,7 +59,7 @@ SEMI = dict(enable=True, semi_sync_method="diloco")
         (dict(**SEMI, fragment_sync_delay=5), "fault_tolerance.fragment_sync_delay = 5: must be from 0 to 4, because the next reduction is due after fault_tolerance.sync_steps = 5 steps; nearest: 4"),
         (dict(**SEMI, outer_momentum=0.0), "fault_tolerance.outer_nesterov = true: requires fault_tolerance.outer_momentum above 0; nearest: false"),
         (dict(enable=True, semi_sync_method="local_sgd", fragment_sync_delay=1), 'fault_tolerance.fragment_sync_delay = 1: requires fault_tolerance.semi_sync_method = "diloco", but it is "local_sgd"; nearest: 0'),
-        (dict(takeover_s=0, heal_grace_s=601.0), "fault_tolerance.heal_grace_s = 601: must be below fault_tolerance.collective_s = 600"),
+        (dict(takeover_s=0, heal_grace_s=601.0), "fault_tolerance.heal_grace_s = 601: must not exceed fault_tolerance.collective_s = 600"),
     ],
 )  # fmt: skip
 def test_settings_that_do_not_fit_each_other(settings: dict[str, object], message: str):

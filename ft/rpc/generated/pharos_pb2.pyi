@@ -411,7 +411,7 @@ class RankReply(_message.Message):
     def __init__(self, quorum: _Optional[_Union[QuorumResult, _Mapping]] = ..., restore: _Optional[_Union[Restore, _Mapping]] = ..., released: _Optional[_Union[Done, _Mapping]] = ...) -> None: ...
 
 class Vote(_message.Message):
-    __slots__ = ("group_rank", "kind", "quorum_id", "attempt", "step", "verdict", "change", "reason", "divergent", "whole")
+    __slots__ = ("group_rank", "kind", "quorum_id", "attempt", "step", "verdict", "change", "reason", "divergent", "joint")
     GROUP_RANK_FIELD_NUMBER: _ClassVar[int]
     KIND_FIELD_NUMBER: _ClassVar[int]
     QUORUM_ID_FIELD_NUMBER: _ClassVar[int]
@@ -421,7 +421,7 @@ class Vote(_message.Message):
     CHANGE_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
     DIVERGENT_FIELD_NUMBER: _ClassVar[int]
-    WHOLE_FIELD_NUMBER: _ClassVar[int]
+    JOINT_FIELD_NUMBER: _ClassVar[int]
     group_rank: int
     kind: str
     quorum_id: int
@@ -431,8 +431,8 @@ class Vote(_message.Message):
     change: bool
     reason: str
     divergent: _containers.RepeatedScalarFieldContainer[str]
-    whole: bool
-    def __init__(self, group_rank: _Optional[int] = ..., kind: _Optional[str] = ..., quorum_id: _Optional[int] = ..., attempt: _Optional[int] = ..., step: _Optional[int] = ..., verdict: _Optional[str] = ..., change: bool = ..., reason: _Optional[str] = ..., divergent: _Optional[_Iterable[str]] = ..., whole: bool = ...) -> None: ...
+    joint: bool
+    def __init__(self, group_rank: _Optional[int] = ..., kind: _Optional[str] = ..., quorum_id: _Optional[int] = ..., attempt: _Optional[int] = ..., step: _Optional[int] = ..., verdict: _Optional[str] = ..., change: bool = ..., reason: _Optional[str] = ..., divergent: _Optional[_Iterable[str]] = ..., joint: bool = ...) -> None: ...
 
 class Outcome(_message.Message):
     __slots__ = ("kind", "quorum_id", "attempt", "step", "verdict", "change", "reason", "divergent", "healed")
