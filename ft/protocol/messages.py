@@ -28,7 +28,7 @@ VOID = -1  # step of a group without a complete state: it heals, or waits for an
 # 0 the number is the step itself. Trainers, logs and pages show s, and b where it is not 0. Legal steps (rules.MAX_STEP; int64 in
 # pharos.proto) leave room for 1,024 branches.
 STEPS_PER_BRANCH, MAX_BRANCH = 1 << 30, 1023
-MAX_BEAT_S = 2.0  # longest beat_s: the lighthouse, whose own is 1.0, takes a group for silent after 2.5 of these
+MAX_BEAT_S = 2.0  # longest beat_s: the lighthouse takes a group for silent after 2.5 s
 UNABLE = -1.0  # tokens of a slot in the tail whose group cannot contribute (no valid token, NaN or Inf)
 
 Kind = Literal["pharos", "torchft"]  # protocol of a member, and with it the quorum rules that apply

@@ -130,7 +130,7 @@ class Ledger:
     def assign(self, participants: Sequence[str]) -> dict[int, str]:
         """Returns the assignment of the next step, made round-robin if none is open. An open one is kept; `reassign` adapts it."""
         if not self.assignment:
-            count, slots, slot = self.slot_count(len(participants)), self.holes, self.position
+            count, slots, slot = self.slots_per_step or len(participants), self.holes, self.position
             if self._skip_ranges:
                 slots = [hole for hole in slots if not self._skipped_until(hole)]
             slots = slots[:count]
