@@ -269,10 +269,10 @@ class CallCancelled(Event):
 
 
 class Beat(Event):
-    """A heartbeat of a torchft member. Pharos members send Report."""
+    """A heartbeat without a report. The service feeds one for torchft's members only, since Pharos members send Report."""
 
     replica_id: str
-    kind: Kind = "torchft"
+    kind: Kind = "pharos"
 
 
 class StreamOpened(Event):
