@@ -96,8 +96,12 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 def prepare(options: argparse.Namespace) -> int:
     log, tokenizer = Log(), build_tokenizer(options.tokenizer)
-    files = [file for pattern in options.sources for file in find(pattern, options.out)]
-    source = text_source(tuple(files), "SOURCE", options.text_key, key_setting="--text-key")
+    found = dict[Path, SourceFile]()
+    for pattern in options.sources:
+        for file in find(pattern, options.out):
+            found.setdefault(file.path.resolve(), file)  # two SOURCEs may name the same file
+    files = tuple(found.values())
+    source = text_source(files, "SOURCE", options.text_key, key_setting="--text-key")
     settings = StoreSettings(
         FORMAT,
         tokenizer.fingerprint(),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import gzip
 import json
 import os
 import pickle
@@ -23,6 +24,7 @@ from tests.unit.fakes import Lines
 from training.config import TrainingConfig
 from training.data.cache import Corpus, bucket_of, open_corpus
 from training.data.sources import TextSource, TokenSource, find_source
+from training.progress import quantity
 from training.tokenizer import ByteTokenizer
 
 TEXTS = [f"document {number}" for number in range(20)]
@@ -316,6 +318,15 @@ def test_without_locks_the_rename_decides(tmp_path: Path, corpus_file: Path, mon
     corpus = open_small(config, cache, tokenizer=tokenizer)
     assert corpus.key == tokenizer.faster.key
     assert folders(cache) == [corpus.key]
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "a.jsonl.gz"])
+def test_progress_counts_the_bytes_of_the_files_as_they_are_on_disk(tmp_path: Path, name: str) -> None:
+    content = b'{"text": "all work and no play"}\n' * 1000
+    (tmp_path / name).write_bytes(gzip.compress(content) if name.endswith(".gz") else content)
+    open_small(files_config(tmp_path / name), tmp_path / "cache", limits={"PROGRESS_S": -1})
+    size = quantity((tmp_path / name).stat().st_size)
+    assert (tmp_path / "cache" / "lock").read_text().startswith(f"tokenising: [{'#' * 20}] 100%, {size} of {size} B")
 
 
 def test_a_builder_that_stands_still_is_reported(tmp_path: Path, corpus_file: Path) -> None:

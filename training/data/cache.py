@@ -234,7 +234,7 @@ class _Cache:
         lock.begin("tokenising", sum(file.size for file in source.files))
         skipped = []
         for file in source.files:
-            documents = source.documents(file)
+            documents = source.documents(file, lock.advance)
             if source.skips_bad_files:
                 try:
                     documents = iter(list(documents))  # the file as a whole, or nothing of it
@@ -243,7 +243,7 @@ class _Cache:
                     continue
             for document in documents:
                 writer.add(document)
-                lock.advance(len(document))
+                lock.advance(0)  # shows that it goes on: one read of the file may give many documents
         writer.flush()
         return tuple(skipped)
 
@@ -341,7 +341,7 @@ class _BuildLock:
         self.bar.close()
         self.bar = Bar(total_bytes, label, log=self._log)
 
-    def advance(self, amount_bytes: int) -> None:
+    def advance(self, amount_bytes: float) -> None:
         self.bar.update(amount_bytes)
         now_s = time.monotonic()
         if self.held and now_s - self._noted_s > PROGRESS_S:

@@ -97,29 +97,29 @@ class TextSource(_Files):
         try:
             with opened(file.path, count) as stream:
                 yield from filter(None, read(file, stream))
+        except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+            raise ValueError(f"{self.setting}: file {file.path} cannot be decompressed: {error}") from error
         except OSError as error:
             raise unreadable(file, self.setting, error) from error
-        except (EOFError, zlib.error) as error:
-            raise ValueError(f"{self.setting}: file {file.path} cannot be decompressed: {error}") from error
         except Exception as error:
             if type(error).__name__ != "ZstdError":  # of a package that may be missing
                 raise
             raise ValueError(f"{self.setting}: file {file.path} cannot be decompressed: {error}") from error
 
     def _read_text(self, file: SourceFile, stream: IO[bytes]) -> Iterator[bytes]:
-        with opened(file.path) as head:
-            whole = head.read(LONG_TEXT_BYTES + 1)
-        if len(whole) <= LONG_TEXT_BYTES:
-            yield self._checked(whole, file, at=0)
+        at, text = 0, stream.read(LONG_TEXT_BYTES + 1)
+        if len(text) <= LONG_TEXT_BYTES:
+            yield self._checked(text, file, at=0)
             return
-        at, text = 0, io.BufferedReader(cast("io.RawIOBase", stream))  # any stream's `peek`
-        while part := text.read(PART_BYTES):
-            part += text.readline(PART_BYTES)  # extends the part to a line end, if one is near
-            for _ in range(3):  # extends it to a character boundary
-                if text.peek(1)[:1] and 0x80 <= text.peek(1)[0] < 0xC0:
-                    part += text.read(1)
-            yield self._checked(part, file, at=at)
-            at += len(part)
+        while text:
+            if len(text) < 2 * PART_BYTES + 4:  # less than the longest part and the byte after it
+                text += stream.read(READ_BYTES)
+            # a line end, if one is near
+            end = text.find(b"\n", PART_BYTES, 2 * PART_BYTES) + 1 or min(2 * PART_BYTES, len(text))
+            for _ in range(3):  # extends the part to a character boundary
+                end += end < len(text) and 0x80 <= text[end] < 0xC0
+            yield self._checked(text[:end], file, at=at)
+            at, text = at + end, text[end:]
 
     def _read_jsonl(self, file: SourceFile, stream: IO[bytes]) -> Iterator[bytes]:
         at = 0
@@ -328,7 +328,7 @@ def map_ids(path: Path, dtype: str) -> np.ndarray:
 
 
 def unreadable(file: SourceFile, setting: str, error: OSError) -> ValueError:
-    return ValueError(f"{setting}: file {file.path} cannot be read: {error.strerror}")
+    return ValueError(f"{setting}: file {file.path} cannot be read: {error.strerror or error}")
 
 
 def _as_file(path: Path, root: Path) -> SourceFile:
