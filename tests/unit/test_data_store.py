@@ -268,11 +268,15 @@ class TestRefusals:
         (tmp_path / name).write_bytes(content)
         assert store.damaged_shards() == [int(name[:5])]
 
-    def test_a_file_that_is_too_short(self, tmp_path: Path):
+    @pytest.mark.parametrize(("name", "size"), [("00001.bin", 200), ("00001.npy", 128 + 8 * 11)])
+    def test_a_file_that_is_too_short_or_missing(self, tmp_path: Path, name: str, size: int):
         write(tmp_path, 20)
-        with (tmp_path / "00001.bin").open("r+b") as file:
-            file.truncate(198)
-        with pytest.raises(ValueError, match=r"00001.bin has 198 bytes instead of 200; copy the store again"):
+        with (tmp_path / name).open("r+b") as file:
+            file.truncate(size - 2)
+        with pytest.raises(ValueError, match=rf"{name} has {size - 2} bytes instead of {size}; copy the store again"):
+            Store(tmp_path, "training.dataset_path")
+        (tmp_path / name).unlink()
+        with pytest.raises(ValueError, match=rf"{name} is missing; copy the store again"):
             Store(tmp_path, "training.dataset_path")
 
     def test_two_writers_and_other_settings(self, tmp_path: Path):

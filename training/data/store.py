@@ -24,6 +24,7 @@ from training.durable_files import replace_file, sync_path, try_lock
 FORMAT = 1
 MANIFEST, JOURNAL = "manifest.json", "journal.jsonl"
 DIGEST_BYTES = 1 << 24
+NPY_HEADER_BYTES = 128  # of an array with one axis, in .npy's version 1.0
 
 
 @dataclass(frozen=True)
@@ -79,11 +80,13 @@ class Store:
         self.key = self.manifest.digest
         itemsize = TOKEN_TYPES[self.manifest.settings.dtype].itemsize
         for index, shard in enumerate(self.manifest.shards):
-            path = folder / f"{index:05}.bin"
-            size = path.stat().st_size if path.is_file() else None
-            if size != shard.tokens * itemsize:
-                have = "is missing" if size is None else f"has {size} bytes instead of {shard.tokens * itemsize}"
-                raise ValueError(f"{setting}: {path} {have}; copy the store again, or prepare it again")
+            sizes = {".bin": shard.tokens * itemsize, ".npy": NPY_HEADER_BYTES + 8 * (shard.documents + 1)}
+            for suffix, wanted in sizes.items():
+                path = folder / f"{index:05}{suffix}"
+                size = path.stat().st_size if path.is_file() else None
+                if size != wanted:
+                    have = "is missing" if size is None else f"has {size} bytes instead of {wanted}"
+                    raise ValueError(f"{setting}: {path} {have}; copy the store again, or prepare it again")
         self.shards = [
             map_ids(folder / f"{index:05}.bin", self.manifest.settings.dtype)
             for index in range(len(self.manifest.shards))
