@@ -105,6 +105,7 @@ class ReplicaSupervisor:
             return f"group {self.name} restarts (pid {self.start()})" if due else ""
         if (code := self.ended()) is None:
             return ""
+        self.kill()
         how = how_ended(code)
         self.short_runs = self.short_runs + 1 if now_s - self.started_s < SHORT_RUN_S else 0
         forget_old(self.restarted_at_s, now_s)
@@ -115,7 +116,7 @@ class ReplicaSupervisor:
                 how += f"; {self.restarts} restarts within {RESTARTS_WITHIN_S / 3600:g} h, MAX_RESTARTS reached"
             return "" if code == 0 else f"group {self.name} failed and is not restarted ({how})"
         self.restarted_at_s.append(now_s)
-        self.process, self.restart_at_s = None, now_s + RESTART_S * 2 ** max(0, self.short_runs - 1)
+        self.restart_at_s = now_s + RESTART_S * 2 ** max(0, self.short_runs - 1)
         return f"group {self.name} died ({how})"
 
     @property
@@ -132,11 +133,16 @@ class ReplicaSupervisor:
         if self.process is not None:
             self.process.send_signal(number)
 
-    def end(self) -> None:
+    def kill(self) -> None:
+        """Kills the Unix process group, also what an ended process left in it, and forgets it, as its number may later be another's."""
         if self.process is not None:
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.process.pid, signal.SIGKILL)
             self.process.wait()
+            self.process = None
+
+    def end(self) -> None:
+        self.kill()
         if self.output_thread is not None:
             self.output_thread.join(5)
 

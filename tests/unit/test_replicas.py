@@ -80,6 +80,9 @@ class Dies(ReplicaSupervisor):
     def ended(self) -> int:
         return -9
 
+    def kill(self) -> None:
+        self.process = None
+
 
 def test_a_group_that_is_preempted_once_a_day_stays_for_years(tmp_path: Path):
     """MAX_RESTARTS is a rate: what happened the day before is forgiven."""
@@ -112,6 +115,15 @@ def test_who_has_finished_or_was_told_wrong_does_not_come_again(tmp_path: Path, 
     one = group(tmp_path, program)
     ended(one, time.monotonic())
     assert one.code == code
+
+
+def test_what_a_group_leaves_behind_is_ended_with_it(tmp_path: Path):
+    """Not when the job ends, by when its number may be that of another process."""
+    one = group(tmp_path, "import subprocess; subprocess.Popen(['sleep', '300'])")
+    ended(one, time.monotonic())
+    assert one.code == 0 and one.process is None and one.output_thread is not None
+    one.output_thread.join(60)
+    assert not one.output_thread.is_alive(), "a process has its output still"
 
 
 def test_what_a_rank_leaves_behind_is_ended_before_the_ranks_are_restarted(tmp_path: Path):
@@ -149,8 +161,6 @@ class Leaves(Dies):
 
     def send_signal(self, number: signal.Signals) -> None:
         self.told = True
-
-    def end(self) -> None: ...
 
 
 class NoLighthouse:
