@@ -19,7 +19,7 @@ import sys
 import threading
 from collections.abc import Mapping, MutableMapping
 from contextlib import suppress
-from io import FileIO
+from io import FileIO, TextIOWrapper
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO, cast
 
@@ -148,6 +148,8 @@ def cores_here() -> int:
 def run_here(argv: list[str], logs: Path) -> int:
     """Runs train.py as `python train.py` does, with its output also in `logs`. Signals and exit code are those of train.py."""
     log = LogFile(logs / "rank0.log")
+    # a character that the locale lacks is escaped there, as Python does on stderr, and kept in the log
+    cast(TextIOWrapper, sys.stdout).reconfigure(errors="backslashreplace")
     sys.stdout, sys.stderr = cast(TextIO, Tee(sys.stdout, log)), cast(TextIO, Tee(sys.stderr, log))
     sys.argv = [str(ROOT / "train.py"), *argv]
     runpy.run_path(sys.argv[0], run_name="__main__")  # ends the process: end_process of training/log.py

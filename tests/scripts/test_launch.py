@@ -41,6 +41,10 @@ if how == "crash" and rank == last_rank:
     if rank:  # SIGTERM must find the other rank past its first lines
         Path("started").read_text()
     raise RuntimeError("the disk is full")
+if how == "letter":
+    from training.log import Log
+    Log().info(chr(969))
+    sys.exit(0)
 while how != "finish":
     if signal.sigwait(signals) == signal.SIGTERM and how != "deaf":
         print(f"rank {rank} has saved", flush=True)
@@ -135,6 +139,13 @@ def test_one_rank_is_the_process_itself(tree: Path, start: Start, how: str, code
     assert (tree / "outputs" / "job" / "logs" / "rank0.log").read_text() == out + err
     if how == "crash":
         assert err.splitlines()[-1] == "RuntimeError: the disk is full"
+
+
+@pytest.mark.usefixtures("stub_torch")
+def test_a_letter_that_the_terminal_lacks_is_escaped_there_and_whole_in_the_log(tree: Path, start: Start):
+    code, out, err = end(start("job.toml", "letter", PYTHONIOENCODING="ascii"))
+    assert (code, err) == (0, "") and out.endswith("[0] \\u03c9\n")
+    assert (tree / "outputs" / "job" / "logs" / "rank0.log").read_text() == out.replace("\\u03c9", chr(969))
 
 
 @pytest.mark.usefixtures("stub_torch")
