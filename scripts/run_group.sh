@@ -9,6 +9,7 @@ child='' terminated=''
 trap 'terminated=1; [ -z "$child" ] || kill -TERM "$child" 2>/dev/null' TERM
 "$(dirname -- "${BASH_SOURCE[0]}")/run_train.sh" "$@" &
 child=$!
+[ -z "$terminated" ] || kill -TERM "$child" 2>/dev/null # it came before the trap knew the child
 wait "$child"
 code=$?
 while [ -n "$terminated" ] && kill -0 "$child" 2>/dev/null; do # the trap interrupted the first wait; the group saves
