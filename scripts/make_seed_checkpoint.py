@@ -58,6 +58,9 @@ def main(argv: list[str], *, draw: Draw = draw) -> int:
     except (ValueError, CheckpointFailed, OSError) as error:
         print(f"make_seed_checkpoint: {error}", file=sys.stderr)
         return 2 if isinstance(error, ValueError) else 1
+    except KeyboardInterrupt:
+        print("make_seed_checkpoint: interrupted", file=sys.stderr)
+        return 1
     return 0
 
 

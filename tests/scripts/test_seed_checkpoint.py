@@ -19,6 +19,7 @@ from models.contract import Model
 from models.init import draw
 from scripts import make_seed_checkpoint as script
 from tests.scripts.tiny_job import ROOT, peak_bytes, python, struck
+from tests.unit.fakes import add_models
 from training.checkpoint_files import list_steps, read_manifest, verify
 from training.log import Log
 
@@ -152,7 +153,13 @@ def test_a_kill_leaves_nothing_that_is_taken_for_a_checkpoint():
     verify(step_0("tiny"), read_manifest(step_0("tiny")))
 
 
-def test_a_signal_to_stop_frees_what_was_written(capsys: pytest.CaptureFixture[str]):
+def test_a_signal_to_stop_frees_what_was_written(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
     assert seed(draw=struck(draw, 5, signal.SIGTERM)) == 1
     assert "step 0 not saved" in capsys.readouterr().err
     assert list(Path("outputs/tiny/checkpoint").iterdir()) == []
+    (tmp_path / "stopped.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGTERM)\n")
+    add_models(monkeypatch, tmp_path)  # before anything is written
+    assert seed("--model.name=stopped") == 1
+    assert capsys.readouterr().err == "make_seed_checkpoint: interrupted\n"
