@@ -391,7 +391,7 @@ Trained = Mapping[int, set[str]]  # step -> the groups that contributed
 
 def judge(run: Path, event_logs: EventLogs, incidents: Sequence[Incident], settings: FaultTolerance) -> list[Verdict]:
     """Returns the verdicts that must hold for any job with faults."""
-    rows = samples.read(run / samples.FILE_NAME)
+    rows = samples.read(run / samples.SAMPLES_FILE)
     trained = {row.step: {owner.partition(":")[0] for owner in row.slots.values()} for row in rows}
     history = [survivors_went_on(event_logs, incidents, trained), bitwise_equal(event_logs, incidents)]
     return [*history, ledger_exact(run), in_time(event_logs, incidents, settings)]
@@ -493,7 +493,7 @@ def _steps_of_all(event_logs: EventLogs, incident: Incident) -> int:
 
 def ledger_exact(run: Path) -> Verdict:
     """Checks that every sample below the highest was trained on once, except the holes of the last step."""
-    found = samples.prove(samples.read(run / samples.FILE_NAME))
+    found = samples.prove(samples.read(run / samples.SAMPLES_FILE))
     words = f"{found.sequences:,} sequences in {found.steps} steps; missing {samples.listed(found.missing) or 'none'}, "
     words += f"doubled {samples.listed(found.doubled) or 'none'}, open {samples.listed(found.open) or 'none'}"
     return Verdict("ledger exact", found.exact, "; ".join([words, *found.wrong[:10]]))
@@ -519,7 +519,7 @@ def looks(run: Path) -> list[tuple[float, float]]:
 
 def steps_for(run: Path, tokens: float, slots: int) -> int:
     """Returns the steps in which a run with `slots` slots per step trains on `tokens` tokens, by the mean sequence length of `run`."""
-    trained = samples.read(run / samples.FILE_NAME)
+    trained = samples.read(run / samples.SAMPLES_FILE)
     seen = max(row.get("tokens", 0.0) for row in rows(run))
     a_sequence = seen / samples.prove(trained).sequences
     return math.ceil(tokens / (a_sequence * trained[-1].slot_size * slots))

@@ -22,7 +22,7 @@ from torch.torch_version import TorchVersion
 
 from configs.errors import raise_problems
 from configs.keys import to_text
-from configs.load import FILE_NAME, section_types
+from configs.load import CONFIG_FILE, section_types
 from configs.schema import RunConfig
 from models.contract import Model, check_contract, has_experts, nearest
 from parallelisms.device import local_device_type
@@ -435,7 +435,7 @@ def _check_data_and_model(config: RunConfig, world_size: int) -> None:
             data = open_data(training, config.validation, tokenizer, cache, log=silent, vocab_size=vocab_size)
             # those of a run that continues a checkpoint may have begun at a change of settings: see check_resume
             continues = config.checkpoint.initial_load_path and not config.checkpoint.initial_load_model_only
-            order_is_new = not continues and not (config.run_folder / FILE_NAME).exists()
+            order_is_new = not continues and not (config.run_folder / CONFIG_FILE).exists()
             if not isinstance(data, StreamedData) and order_is_new:
                 _check_budgets(config, data.order(seed=training.seed, seq_len=training.seq_len), world_size)
             if config.validation.enable:

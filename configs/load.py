@@ -18,7 +18,7 @@ from configs.keys import Key, convert, from_text, keys_of, to_text, walk
 if TYPE_CHECKING:
     from configs.schema import RunConfig
 
-FILE_NAME = "config.toml"  # in the run's folder; see configs/saved.py
+CONFIG_FILE = "config.toml"  # in the run's folder; see configs/saved.py
 HELD_OUT = "training.dataset_held_out"
 _OPTION = re.compile(r"--([A-Za-z_][\w.\-\[\]]*)(?:=(.*))?", re.DOTALL)
 USAGE = "CONFIG.toml, then overrides: --section.key value"
@@ -53,7 +53,7 @@ def with_share(config: RunConfig) -> RunConfig:
 
 def read_saved(folder: Path) -> dict[str, Any] | None:
     """Returns the tables of a run's saved settings, None without that file. Raises ConfigError for a file that no launch has written."""
-    path = folder / FILE_NAME
+    path = folder / CONFIG_FILE
     if not path.exists():
         return None
     try:

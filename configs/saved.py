@@ -15,7 +15,7 @@ from typing import Any
 
 from configs.errors import ConfigError, raise_problems
 from configs.keys import to_text
-from configs.load import FILE_NAME, read_saved, section_types, with_share
+from configs.load import CONFIG_FILE, read_saved, section_types, with_share
 from configs.schema import RunConfig
 from parallelisms.mesh import degrees
 from training.checkpoint import CheckpointConfig
@@ -103,7 +103,7 @@ def save(config: RunConfig, folder: Path, *, batch: int | None = None) -> None:
     if batch is not None:
         config = replace(config, training=replace(config.training, global_batch_size=batch))
     folder.mkdir(parents=True, exist_ok=True)
-    path, content = folder / FILE_NAME, to_toml(config).encode()
+    path, content = folder / CONFIG_FILE, to_toml(config).encode()
     if not path.exists() or path.read_bytes() != content:
         replace_file(path, content)
 
@@ -127,8 +127,8 @@ def fetch_saved(config: RunConfig, *, newer: bool = True) -> RunConfig:
     with suppress(OSError, ValueError):  # an illegal URL, or a store that does not answer, is reported later
         check_url("checkpoint.folder", checkpoint.folder)
         store, local = ObjectStore(checkpoint.place(folder)), folder / checkpoint.local_folder
-        if not (folder / FILE_NAME).exists() or (newer and store.is_ahead_of(local)):
-            store.fetch_files(folder, [FILE_NAME])
+        if not (folder / CONFIG_FILE).exists() or (newer and store.is_ahead_of(local)):
+            store.fetch_files(folder, [CONFIG_FILE])
     return with_share(config)
 
 

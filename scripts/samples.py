@@ -27,7 +27,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
-FILE_NAME = "samples.jsonl"
+SAMPLES_FILE = "samples.jsonl"
 SHOWN = 20  # maximum number of ranges or errors that are printed
 
 
@@ -119,7 +119,7 @@ def main(argv: Sequence[str]) -> int:
     which.add_argument("--position", type=int, metavar="N", help="print the steps that trained on position N")
     parser.add_argument("--json", action="store_true", help="print JSON")
     arguments = parser.parse_args(argv)
-    path = arguments.run / FILE_NAME
+    path = arguments.run / SAMPLES_FILE
     try:
         rows = read(path)
     except (OSError, ValueError) as error:
@@ -163,7 +163,7 @@ def read(path: Path) -> list[SampleRow]:
                 rewind = RecordedRewind(int(told["back_to"]), int(told["from"]), str(told["why"]))
             rows.append(SampleRow(int(row["step"]), size, slots, holes, steps, skipped, changed, begin, spike, rewind))
         except (ValueError, TypeError, KeyError, AttributeError):
-            raise ValueError(f"line {number} is not a line of {FILE_NAME}: {line.strip()[:100]}") from None
+            raise ValueError(f"line {number} is not a line of {SAMPLES_FILE}: {line.strip()[:100]}") from None
     if not rows:
         raise ValueError("has no step")
     return rows
@@ -311,7 +311,9 @@ def show_some(rows: Sequence[SampleRow], *, step: int | None, position: int | No
     elif not found and position is not None and (begin := rows[0].begin) and position < begin.position:
         print(f"position {position} was not trained on here: this run continues another's data at {begin.position}")
     elif not found:
-        none = f"step {step} is not in {FILE_NAME}" if step is not None else f"position {position} was not trained on"
+        none = (
+            f"step {step} is not in {SAMPLES_FILE}" if step is not None else f"position {position} was not trained on"
+        )
         print("\n".join(left_out or [none]))
     else:
         for each in found:

@@ -19,7 +19,7 @@ if __name__ == "__main__":  # run by path, from any folder: not scripts/, whose 
 
 import numpy as np
 
-from configs.load import FILE_NAME, load
+from configs.load import CONFIG_FILE, load
 from scripts.generate import checkpoint_of
 from training.checkpoint_dcp import read_values
 from training.checkpoint_files import Damaged, newest
@@ -49,7 +49,7 @@ def show(run: Path, positions: str) -> None:
     first, _, last = positions.partition("-")
     if not (first.isdecimal() and (last or first).isdecimal() and int(first) <= int(last or first)):
         raise ValueError(f"positions = {positions}: legal: one, such as 40, or a range with its last, such as 40-47")
-    config = load([str(run / FILE_NAME if run.is_dir() else run)])
+    config = load([str(run / CONFIG_FILE if run.is_dir() else run)])
     tokenizer = build_tokenizer(config.model.tokenizer_path)
     cache, log = config.run_folder.parent / "data_cache", Log(stream=sys.stderr)
     vocab_size = config.model.vocab_size

@@ -22,7 +22,7 @@ RETRY_S = 1.0
 CLOSE_S = 20.0  # longest wait for storage at the end of the process
 SLOW_S = 10.0  # a longer write is reported
 KEPT_BYTES, KEPT_S = 64 << 20, 3600.0  # limits for the rows of one task that wait for storage
-FILE_NAME = "events.jsonl"  # in the group's folder; appears with the first event
+EVENTS_FILE = "events.jsonl"  # in the group's folder; appears with the first event
 Report = Callable[[str], None]
 
 
@@ -148,7 +148,7 @@ class Events:
         self.count_by_event: Counter[str] = Counter()
         self.heals = 0
         self.lost = 0  # lines dropped for lack of room
-        self._path, self._background_writer, self._wall_clock = folder / FILE_NAME, background_writer, wall_clock
+        self._path, self._background_writer, self._wall_clock = folder / EVENTS_FILE, background_writer, wall_clock
         self._lock = threading.Lock()
         self._lines: deque[tuple[float, bytes]] = deque()  # unwritten lines, each with the time when it was added
         self._bytes = 0

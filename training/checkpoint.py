@@ -35,7 +35,7 @@ from training.checkpoint_files import (
 )
 from training.log import Log
 from training.object_store import ObjectStore, Uploader, is_url
-from training.progress import Clock, spans
+from training.progress import Clock, as_ranges
 from training.writer_lease import UncheckedLease, WriterLease
 
 if TYPE_CHECKING:
@@ -352,7 +352,7 @@ class Checkpointer:
         self._abandoned = {}, {}
         self._stale.difference_update(same)
         if same:
-            listed, places = spans("step", same), self.folder / "step-*.abandoned*"
+            listed, places = as_ranges("step", same), self.folder / "step-*.abandoned*"
             newer = f"newer than checkpoint.load_step = {self._config.load_step}"
             self._log.warning("checkpoint: %s, %s, set aside as %s", listed, newer, places)
         if self._uploader is not None:

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from configs.check import gradient_device_type
-from configs.load import FILE_NAME
+from configs.load import CONFIG_FILE
 from configs.saved import as_tables, save, to_toml, what_groups_share
 from configs.schema import RunConfig
 from ft.agreement import Agreement
@@ -82,7 +82,7 @@ class Components:
         self.group_folder = group_folder(config.run_folder, config.fault_tolerance, environment)
         self.background_writer = cleanup.enter_context(closing(BackgroundWriter(self.report_storage)))
         self.events, self.saves_config = Events(self.group_folder, self.background_writer), False
-        self.background_writer.register(FILE_NAME, self.write_config)
+        self.background_writer.register(CONFIG_FILE, self.write_config)
         with self.progress.phase("start"):
             if config.job.description:
                 log.info("about     %s", config.job.description)
@@ -249,7 +249,7 @@ class Components:
                     lease=lease,
                     report=self.report_storage,
                     # groups with separate disks each have only some of the rows
-                    beside=[FILE_NAME] if shared else [FILE_NAME, *rows],
+                    beside=[CONFIG_FILE] if shared else [CONFIG_FILE, *rows],
                 )
             )
         )
@@ -267,7 +267,9 @@ class Components:
         self.exported_step = self.checkpointer.newest_step("model") if loads_newest else 0
         finished = self.exported_step >= config.training.steps
         newest, named = self.checkpointer.newest_step(), config.checkpoint.load_step
-        self.metrics_processor.resume_step = self.changed_step = (newest if named < 0 else named) + self.inner_steps
+        # the first step made with this launch's settings; smaller after a rewind
+        self.first_own_step = (newest if named < 0 else named) + self.inner_steps
+        self.metrics_processor.resume_step = self.first_own_step
         if is_rank0 and not newest and named < 0:
             self.begin_record()
         manager_restores = shared and not seed and newest < config.training.steps
@@ -345,7 +347,7 @@ class Components:
     def resume_data(self, position: int = 0) -> None:
         """Continues the data of the loaded checkpoint, from `position` on if that is later. Raises ValueError."""
         # the loaded step: an older one if the newest is damaged, or that of load_step
-        self.metrics_processor.resume_step = self.changed_step = self.manager.step + self.inner_steps
+        self.metrics_processor.resume_step = self.first_own_step = self.manager.step + self.inner_steps
         ledger, left = self.manager.loaded_ledger, self.config.training.steps - self.manager.step
         # several groups, and a run that has left data out, reach the end of the budgets at a step that nothing tells beforehand: see
         # Run.check_budgets
@@ -361,11 +363,11 @@ class Components:
         """Loads the newest checkpoint before `step`, a spike; without one the run begins anew. Rows of the steps in between are removed
         when the next step is written; changes of settings recorded in them are carried over to it. `rewind_steps`: see Checkpointer.rewind.
         `position`: that of the data at `step`."""
-        metrics, begun, changed = self.metrics_processor, self.metrics_processor.begin, self.changed_step
+        metrics, begun, first = self.metrics_processor, self.metrics_processor.begin, self.first_own_step
         self.checkpointer.rewind(step, rewind_steps, self.reset)
         self.resume_data(position)
-        is_before = self.changed_step <= changed  # the first step with this launch's settings is made again
-        self.changed_step = min(self.changed_step, changed)
+        is_before = self.first_own_step <= first  # the first step with this launch's settings is made again
+        self.first_own_step = min(self.first_own_step, first)
         metrics.begin = begun if is_before else {}
         if self.world.global_rank == 0:
             self.background_writer.flush(SYNC_S)  # the rows of the steps before it may be on their way

@@ -12,7 +12,7 @@ from torch import Tensor
 from models import ops
 from parallelisms.device import DEVICE_TRAITS
 from training.config import TrainingConfig
-from training.progress import spans
+from training.progress import as_ranges
 
 LARGE_VOCABULARY = 16_384  # from this size on the logits are the largest activation
 # elements of a chunk of logits: 1,046 tokens of Llama 3's vocabulary, 256 MiB in bf16; but at least min_loss_chunk of the device
@@ -93,4 +93,4 @@ def _first(texts: list[str], noun: str) -> list[str]:
 
 
 def _positions(positions: Sequence[int]) -> str:
-    return spans("position", positions) if positions else "in a stream, without positions"
+    return as_ranges("position", positions) if positions else "in a stream, without positions"

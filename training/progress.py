@@ -178,7 +178,7 @@ def quantity(value: float) -> str:
     return f"{value:.{digits}f}{prefixes[0]}"
 
 
-def spans(noun: str, numbers: Sequence[int]) -> str:
+def as_ranges(noun: str, numbers: Sequence[int]) -> str:
     """Formats numbers as ranges: `rank 3`, `ranks 0-6, 9`."""
     runs = [[number for _, number in run] for _, run in groupby(enumerate(numbers), lambda at: at[1] - at[0])]
     text = ", ".join(f"{run[0]}" if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ft.seam import Commit
 from training.config import TrainingConfig
-from training.progress import spans
+from training.progress import as_ranges
 
 _GREATEST = torch.finfo(torch.float32).max
 
@@ -94,4 +94,4 @@ def _words(name: str, value: float, bound: float, factor: float, steps: int) -> 
 def not_applied(step: int, commit: Commit, spike: str, slot_size: int) -> str:
     """Returns such as "step 80 not applied: loss nan; positions 40-47"."""
     positions = sorted(slot + place for slot, _ in commit.slots for place in range(slot_size))
-    return f"step {step} not applied: {spike}; {spans('position', positions)}"
+    return f"step {step} not applied: {spike}; {as_ranges('position', positions)}"

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
 from training.log import Log
-from training.progress import LONG_PHASES, PHASES, Clock, Progress, spans
+from training.progress import LONG_PHASES, PHASES, Clock, Progress, as_ranges
 
 POLL_S = 1.0
 
@@ -174,10 +174,10 @@ def describe(answers: Mapping[int, Mapping[str, Any]], world_size: int) -> str:
         ranks_at.setdefault(answers[rank]["where"], []).append(rank)
     seconds = {where: max(answers[rank]["seconds"] for rank in ranks) for where, ranks in ranks_at.items()}
     longest_first = sorted(ranks_at, key=lambda where: -seconds[where])
-    parts = [f"{spans('rank', ranks_at[where])}: {where} for {seconds[where]:.0f} s" for where in longest_first]
+    parts = [f"{as_ranges('rank', ranks_at[where])}: {where} for {seconds[where]:.0f} s" for where in longest_first]
     silent = [rank for rank in range(world_size) if rank not in answers]
     if silent:
-        parts.append(f"{spans('rank', silent)} {'does' if len(silent) == 1 else 'do'} not answer")
+        parts.append(f"{as_ranges('rank', silent)} {'does' if len(silent) == 1 else 'do'} not answer")
     return "; ".join(parts)
 
 

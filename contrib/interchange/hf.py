@@ -26,7 +26,7 @@ import models
 from configs.check import check_settings
 from configs.keys import to_text
 from configs.load import HELD_OUT, load, with_share
-from configs.saved import FILE_NAME, to_toml
+from configs.saved import CONFIG_FILE, to_toml
 from configs.schema import RunConfig
 from contrib.interchange import files
 from contrib.interchange.files import CODES, TOKENIZER, Weights, read_json
@@ -328,12 +328,12 @@ def find_checkpoint(run: Path, *, step: int) -> tuple[Path, Manifest, RunConfig]
     is_checkpoint = (run / ".metadata").is_file()
     # Parents of a checkpoint: checkpoint.folder, which may be nested, and the run's folder
     folders = run.absolute().parents[:3] if is_checkpoint else [run]
-    settings = next((folder / FILE_NAME for folder in folders if (folder / FILE_NAME).is_file()), None)
+    settings = next((folder / CONFIG_FILE for folder in folders if (folder / CONFIG_FILE).is_file()), None)
     if is_checkpoint and step >= 0:
         raise ValueError(f"--step {step}: {run} is a checkpoint; name the run's folder instead")
     if settings is None:
-        of_checkpoint = f"no parent folder has a {FILE_NAME}, which describes the model"
-        other = f"neither a run's folder (it has no {FILE_NAME}) nor a checkpoint (it has no .metadata)"
+        of_checkpoint = f"no parent folder has a {CONFIG_FILE}, which describes the model"
+        other = f"neither a run's folder (it has no {CONFIG_FILE}) nor a checkpoint (it has no .metadata)"
         raise ValueError(f"{run}: {of_checkpoint if is_checkpoint else other}")
     config = load([str(settings)])
     if not format_of(config.model.name):

@@ -222,10 +222,10 @@ def saved(config: RunConfig) -> int:
 
 def finished(config: RunConfig) -> bool:
     """Returns True if the last training step is committed, according to samples.jsonl."""
-    from scripts.samples import FILE_NAME
+    from scripts.samples import SAMPLES_FILE
 
     try:
-        with (config.run_folder / FILE_NAME).open() as file:
+        with (config.run_folder / SAMPLES_FILE).open() as file:
             last = deque((line for line in file if line.endswith("\n")), maxlen=1)
     except FileNotFoundError:
         return False

@@ -13,7 +13,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 from configs.errors import ConfigError
 from configs.load import load
-from configs.saved import FILE_NAME, check_saved, fetch_saved, save
+from configs.saved import CONFIG_FILE, check_saved, fetch_saved, save
 from configs.schema import RunConfig
 from tests.unit.checkpoint_job import Job, data_file, flip_a_bit, same, steps_in
 from tests.unit.test_checkpoint_groups import Group
@@ -106,7 +106,7 @@ def test_settings_of_another_machine_are_those_of_the_run(tmp_path: Path):
         job.checkpointer.load()
         job.step_and_save(step)
         save(config, tmp_path / machine / "run")
-        STORE.put_files(tmp_path / machine / "run", [FILE_NAME])
+        STORE.put_files(tmp_path / machine / "run", [CONFIG_FILE])
         stored(job)
         assert check_saved(fetch_saved(config), tmp_path / machine / "run", world_size=1) == {}
     assert check_saved(fetch_saved(own, newer=False), own.run_folder, world_size=1) == {}, "asks for no manifest"

@@ -11,7 +11,7 @@ import torch
 from configs.check import check, check_resume
 from configs.errors import ConfigError
 from configs.load import load
-from configs.saved import FILE_NAME, save
+from configs.saved import CONFIG_FILE, save
 from configs.schema import RunConfig
 from ft.seam import to_checkpoint
 from scripts import launch, prepare_data
@@ -101,7 +101,7 @@ def test_budgets_end_where_the_checkpoint_says(tmp_path: Path, monkeypatch: pyte
     run, elsewhere = (*own[:1], later), ("--job.dump_folder=elsewhere", "--checkpoint.folder=memory://budgets")
     with pytest.raises(ConfigError, match="budgets"):
         launch.check(configured(*run, *elsewhere), world_size=2, environ={})
-    ObjectStore("memory://budgets/old").put_files(Path("outputs/old"), [FILE_NAME])
+    ObjectStore("memory://budgets/old").put_files(Path("outputs/old"), [CONFIG_FILE])
     launch.check(configured(*run, *elsewhere), world_size=2, environ={})
 
     (path / ".metadata").write_bytes(b"damaged")

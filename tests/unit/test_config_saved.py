@@ -10,7 +10,7 @@ import pytest
 import models.llama
 from configs.errors import ConfigError
 from configs.load import load, section_types
-from configs.saved import FILE_NAME, check_saved, save, to_toml, what_groups_share
+from configs.saved import CONFIG_FILE, check_saved, save, to_toml, what_groups_share
 from configs.schema import RunConfig
 from training.optimizer import ParameterGroup
 
@@ -54,7 +54,7 @@ def test_every_setting_is_written_and_reads_back_equal(tmp_path: Path) -> None:
         training=replace(config.training, max_norm=1e22),
     )
     save(config, tmp_path / "there")
-    assert load([str(tmp_path / "there" / FILE_NAME)]) == config
+    assert load([str(tmp_path / "there" / CONFIG_FILE)]) == config
     written = to_toml(config)
     for name, section in {**section_types(RunConfig), "model": models.llama.Config}.items():
         body = written.split(f"[{name}]\n")[1].split("\n[")[0]
@@ -65,8 +65,8 @@ def test_every_setting_is_written_and_reads_back_equal(tmp_path: Path) -> None:
 def test_saving_leaves_nothing_else_and_replaces(tmp_path: Path) -> None:
     for steps in ("5", "6"):
         save(configure(tmp_path, "--training.steps", steps), tmp_path / "a" / "b")
-    assert [file.name for file in (tmp_path / "a" / "b").iterdir()] == [FILE_NAME]
-    assert load([str(tmp_path / "a" / "b" / FILE_NAME)]).training.steps == 6
+    assert [file.name for file in (tmp_path / "a" / "b").iterdir()] == [CONFIG_FILE]
+    assert load([str(tmp_path / "a" / "b" / CONFIG_FILE)]).training.steps == 6
 
 
 def test_a_new_run_has_nothing_to_compare_with(tmp_path: Path) -> None:
@@ -234,7 +234,7 @@ def test_a_stream_continues_no_other_data(tmp_path: Path) -> None:
 
 def test_another_model_is_one_difference(tmp_path: Path) -> None:
     save(configure(tmp_path), tmp_path / "run")
-    saved = tmp_path / "run" / FILE_NAME
+    saved = tmp_path / "run" / CONFIG_FILE
     saved.write_text(
         saved.read_text().replace('name = "llama"', 'name = "other"').replace("dim = 256\n", "width = 3\n")
     )
@@ -244,7 +244,7 @@ def test_another_model_is_one_difference(tmp_path: Path) -> None:
 def test_a_file_of_another_version(tmp_path: Path) -> None:
     """A key that came since has the default it came with; one that went matters if its section does."""
     save(configure(tmp_path), tmp_path / "run")
-    saved = tmp_path / "run" / FILE_NAME
+    saved = tmp_path / "run" / CONFIG_FILE
     text = saved.read_text().replace("dim = 256\n", "").replace("log_freq = 10\n", "gone = 3\n")
     saved.write_text(text)
     check_saved(configure(tmp_path), tmp_path / "run")
@@ -266,7 +266,7 @@ def test_a_file_of_another_version(tmp_path: Path) -> None:
 )
 def test_a_saved_file_that_cannot_be_read_is_named(tmp_path: Path, content: bytes, cause: str) -> None:
     (tmp_path / "run").mkdir()
-    saved = tmp_path / "run" / FILE_NAME
+    saved = tmp_path / "run" / CONFIG_FILE
     saved.write_bytes(content)
     with pytest.raises(ConfigError) as error:
         check_saved(configure(tmp_path), tmp_path / "run")
@@ -292,8 +292,8 @@ def test_ranks_that_would_make_another_step_are_refused(tmp_path: Path) -> None:
 def test_what_is_there_already_is_not_written_again(tmp_path: Path) -> None:
     """A group that starts again on a full disk needs no room for it."""
     save(configure(tmp_path), tmp_path / "run")
-    inode = (tmp_path / "run" / FILE_NAME).stat().st_ino
+    inode = (tmp_path / "run" / CONFIG_FILE).stat().st_ino
     save(configure(tmp_path), tmp_path / "run")
-    assert (tmp_path / "run" / FILE_NAME).stat().st_ino == inode
+    assert (tmp_path / "run" / CONFIG_FILE).stat().st_ino == inode
     save(configure(tmp_path, "--training.steps=7"), tmp_path / "run")
-    assert (tmp_path / "run" / FILE_NAME).stat().st_ino != inode
+    assert (tmp_path / "run" / CONFIG_FILE).stat().st_ino != inode

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tests.unit.data_corpus import document, files_config, open_small, write_jsonl
 from training.config import TrainingConfig
 from training.data.cache import BUCKETS, Corpus
-from training.data.order import DocumentOrder, in_split, needs_token_split, shuffled, spans, stride
+from training.data.order import DocumentOrder, document_spans, in_split, needs_token_split, shuffled, stride
 
 DOCUMENT_IDS = 37
 HELD_OUT = 0.2
@@ -210,7 +210,7 @@ class TestTooLittle:
         assert needs_token_split(corpus, 0.001) and not needs_token_split(corpus, 0.0)
         for share, documents in ((0.001, 1), (0.05, 1), (0.1, 2)):
             if needs_token_split(corpus, share):
-                first, lengths = spans(corpus, "validation", share, may_split_by_tokens=True)
-                others, more = spans(corpus, "train", share, may_split_by_tokens=True)
+                first, lengths = document_spans(corpus, "validation", share, may_split_by_tokens=True)
+                others, more = document_spans(corpus, "train", share, may_split_by_tokens=True)
                 assert len(first) == documents and lengths.sum() + more.sum() == corpus.tokens
                 assert others[-1] + more[-1] == first[0]

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.unit.storage import AtOnce, Disk
-from training.background_writer import FILE_NAME, Events
+from training.background_writer import EVENTS_FILE, Events
 
 
 def test_a_line_for_each_event_over_all_starts(tmp_path: Path) -> None:
@@ -19,7 +19,7 @@ def test_a_line_for_each_event_over_all_starts(tmp_path: Path) -> None:
     first("weights differ", 99, rank=1, groups=["2"])
     second = Events(folder, AtOnce(), wall_clock=lambda: 2.5)
     second("healed", 100, bytes=12)
-    rows = [json.loads(line) for line in (folder / FILE_NAME).read_text().splitlines()]
+    rows = [json.loads(line) for line in (folder / EVENTS_FILE).read_text().splitlines()]
     assert rows == [
         {"time": 1.5, "step": 0, "event": "quorum", "quorum_id": 1, "groups": ["0", "1", "2"], "healing": ["2", "1"]},
         {"time": 1.5, "step": 99, "event": "weights differ", "rank": 1, "groups": ["2"]},
@@ -38,9 +38,9 @@ def test_a_full_disk_tears_no_line_and_takes_none(tmp_path: Path, monkeypatch: p
     with disk.full(room):
         for step in (1, 2, 3):
             events("failed", step, reason="x" * 30)
-        assert [json.loads(line)["step"] for line in (tmp_path / FILE_NAME).read_text().splitlines()][:1] == [0]
+        assert [json.loads(line)["step"] for line in (tmp_path / EVENTS_FILE).read_text().splitlines()][:1] == [0]
     events("failed", 4)
-    assert [json.loads(line)["step"] for line in (tmp_path / FILE_NAME).read_text().splitlines()] == [0, 1, 2, 3, 4]
+    assert [json.loads(line)["step"] for line in (tmp_path / EVENTS_FILE).read_text().splitlines()] == [0, 1, 2, 3, 4]
     assert [words.split(":")[0].split(",")[0] for words in background_writer.said] == [
         "events cannot be written",
         "events can be written again",
@@ -48,6 +48,6 @@ def test_a_full_disk_tears_no_line_and_takes_none(tmp_path: Path, monkeypatch: p
 
 
 def test_what_a_kill_left_of_a_line_is_taken_out(tmp_path: Path) -> None:
-    (tmp_path / FILE_NAME).write_text('{"step": 1}\n{"ste')
+    (tmp_path / EVENTS_FILE).write_text('{"step": 1}\n{"ste')
     Events(tmp_path, AtOnce())("failed", 2)
-    assert [json.loads(line)["step"] for line in (tmp_path / FILE_NAME).read_text().splitlines()] == [1, 2]
+    assert [json.loads(line)["step"] for line in (tmp_path / EVENTS_FILE).read_text().splitlines()] == [1, 2]

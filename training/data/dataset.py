@@ -23,8 +23,8 @@ from training.data.order import (
     Order,
     SegmentedOrder,
     StoreOrder,
+    document_spans,
     needs_token_split,
-    spans,
 )
 from training.data.sources import find_source
 from training.data.store import Store
@@ -248,7 +248,7 @@ class CachedData(_OrderedData):
     def summary(self) -> str:
         meta, held_out = self._corpus.meta, self._config.dataset_held_out
         train, validation = (
-            short(int(spans(self._corpus, split, held_out, may_split_by_tokens=self._validates)[1].sum()))
+            short(int(document_spans(self._corpus, split, held_out, may_split_by_tokens=self._validates)[1].sum()))
             for split in SPLITS
         )
         files = f"{meta.files} file{'s' * (meta.files != 1)}, {short(meta.bytes, 'B')}, digest {meta.content[:8]}"

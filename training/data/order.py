@@ -75,7 +75,7 @@ def needs_token_split(corpus: Corpus, held_out: float) -> bool:
     return held_out > 0 and held in (0, len(corpus.buckets))
 
 
-def spans(
+def document_spans(
     corpus: Corpus, split: str, held_out: float, *, may_split_by_tokens: bool = False
 ) -> tuple[np.ndarray, np.ndarray]:
     """Returns the offset of the first token and the length of each document in `split`, both [n] int64. `may_split_by_tokens`: where
@@ -117,7 +117,7 @@ class DocumentOrder:
     def __init__(
         self, corpus: Corpus, split: str, *, held_out: float, seed: int, seq_len: int, may_split_by_tokens: bool = False
     ) -> None:
-        """`validation` is not shuffled: every validation sees the same sequences. `may_split_by_tokens`: see `spans`. Raises ValueError if
+        """`validation` is not shuffled: every validation sees the same sequences. `may_split_by_tokens`: see `document_spans`. Raises ValueError if
         `split` has no sequence."""
         self._rebuild = partial(
             DocumentOrder,
@@ -130,7 +130,7 @@ class DocumentOrder:
         )
         self._corpus, self._seed, self.seq_len = corpus, seed, seq_len
         self._shuffles = split == "train"
-        self._first, self._lengths = spans(corpus, split, held_out, may_split_by_tokens=may_split_by_tokens)
+        self._first, self._lengths = document_spans(corpus, split, held_out, may_split_by_tokens=may_split_by_tokens)
         self.tokens_per_epoch = int(self._lengths.sum())
         self.sequences_per_epoch = (self.tokens_per_epoch - 1) // seq_len
         if self.sequences_per_epoch < 1:
