@@ -4,7 +4,7 @@
 For each position: its source, and each document in it, with its number in the store (for [[training.skip]]), its tokens and the beginning
 of their text. A position is the number of a sequence in the order of the data, as in messages and in samples.jsonl. RUN is a run's folder,
 or a config file before the first launch. Reads the data and, for changes of settings, the newest checkpoint; one process, no GPU.
-Exit code: 0; 2 bad input; 1 storage.
+Exit code: 0 printed; 1 storage fails; 2 bad input, or a damaged checkpoint.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def main(argv: list[str]) -> int:
         show(args.run, args.positions)
     except (ValueError, OSError, Damaged) as error:
         print(f"show_data: {error}", file=sys.stderr)
-        return 2
+        return 1 if isinstance(error, OSError) else 2
     return 0
 
 

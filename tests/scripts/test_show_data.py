@@ -73,15 +73,18 @@ def test_token_files_with_more_numbers_than_the_tokenizer(tmp_path: Path, capsys
 
 
 @pytest.mark.parametrize(
-    ("argv", "error"),
+    ("argv", "code", "error"),
     [
-        (["run.toml", "9-8"], "positions = 9-8: legal: one, such as 40, or a range with its last, such as 40-47"),
-        (["outputs/none", "1"], "outputs/none: no such file"),
-        (["skip.toml", "1"], "training.skip[0].end = 41: the store c4 has 40 documents; nearest: 40"),
+        (["run.toml", "9-8"], 2, "positions = 9-8: legal: one, such as 40, or a range with its last, such as 40-47"),
+        (["outputs/none", "1"], 2, "outputs/none: no such file"),
+        (["skip.toml", "1"], 2, "training.skip[0].end = 41: the store c4 has 40 documents; nearest: 40"),
+        (["full.toml", "1"], 1, "the data cache loop/data_cache cannot be written: Too many levels of symbolic links"),
     ],
 )
-def test_bad_input(argv: list[str], error: str, capsys: pytest.CaptureFixture[str]):
-    assert show_data.main(argv) == 2
+def test_bad_input_and_failing_storage(argv: list[str], code: int, error: str, capsys: pytest.CaptureFixture[str]):
+    Path("full.toml").write_text(f'[job]\ndump_folder = "loop"\n{CONFIG.replace("text/*.txt", "c4.jsonl")}')
+    Path("loop").symlink_to("loop")  # fails for every user, as a disk may
+    assert show_data.main(argv) == code
     assert capsys.readouterr().err == f"show_data: {error}\n"
 
 
