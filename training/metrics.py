@@ -17,7 +17,7 @@ from typing import Annotated, Any
 
 import torch
 
-from ft.seam import Commit, Rewound
+from ft.seam import Commit
 from parallelisms.device import Device
 from training.config import need
 from training.log import Log
@@ -88,7 +88,7 @@ class MetricsProcessor:
         self._interval = dict.fromkeys(("steps", "tokens", "step_s", "data_s", "device_s"), 0.0)
         self._spent = self._clocks()
         self._group_scalars: Mapping[str, float] = {}
-        self._changes: dict[str, str] = {}  # other settings, before this launch's first step with them
+        self._changes: dict[str, str] = {}  # changed settings, key -> "old -> new", until the next committed step
         self.resume_step = 0  # the step after the checkpoint from which the job resumes
         self.begin: dict[str, Any] = {}  # in the record of `resume_step`: where in the data this run continues another
         self._save_config: Callable[[], None] = lambda: None
@@ -121,6 +121,9 @@ class MetricsProcessor:
         if logging_step:
             self._memory.read()
         changed = self._changes if step == self.resume_step else {}
+        rewind = {"back_to": rewound.step, "from": rewound.spiked, "why": rewound.reason} if rewound else {}
+        notes: dict[str, Any] = {"changed": changed, "spike": spike, "rewind": rewind}  # in the step's rows
+        notes = {name: note for name, note in notes.items() if note}
         self._write_metrics(
             step,
             loss=loss,
@@ -133,9 +136,7 @@ class MetricsProcessor:
             data_s=data_s,
             checkpoint_s=checkpoint_s,
             **groups,
-            **({"changed": changed} if changed else {}),
-            **({"spike": spike} if spike else {}),
-            **({"rewind": _rewind(rewound)} if rewound else {}),
+            **notes,
         )
         if rewound:
             self._write("charts", step, {"spike/went_back_from": rewound.spiked})
@@ -162,7 +163,7 @@ class MetricsProcessor:
                 scalars["goodput(%)"] = 100 * _per(self._progress.goodput_s, self._progress.total())
             self._write("charts", step, {**scalars, **rates, **group_scalars, **self._memory.scalars})
             self._interval = dict.fromkeys(self._interval, 0.0)
-        self._record_data(step, commit, slot_size=slot_size, steps=steps, spike=spike, changed=changed)
+        self._record_data(step, commit, notes, slot_size=slot_size, steps=steps)
         if self._changes:
             self._changes = {}
             self._save_config()
@@ -239,25 +240,20 @@ class MetricsProcessor:
         self.tokens = int(state["tokens"])
         self._spent = self._clocks()
 
-    def _record_data(
-        self, step: int, commit: Commit, *, slot_size: int, steps: int, spike: str, changed: Mapping[str, str]
-    ) -> None:
+    def _record_data(self, step: int, commit: Commit, notes: Mapping[str, Any], *, slot_size: int, steps: int) -> None:
         """Records each slot of a step, named by the position of its first sequence, with the replica group whose gradients were used. After
         a spike all of them are left out; the first step of a branch has what was left out between the checkpoint and the spike. See
         scripts/samples.py."""
         rewound, slots, skipped = commit.rewound, commit.slots, commit.skipped
         skipped = (*(rewound.skipped if rewound else ()), *skipped)
-        if spike:
+        if "spike" in notes:
             skipped, slots = (*skipped, *((slot, slot + slot_size) for slot, _ in slots)), ()
         owners, holes = {str(slot): owner for slot, owner in slots}, list(commit.holes)
         row: dict[str, object] = {"slot_size": slot_size, "slots": owners, "holes": holes}
         more: dict[str, object] = {"steps": steps} if steps > 1 else {}
-        more |= {"changed": changed} if changed else {}
         more |= {"begin": self.begin} if self.begin and step == self.resume_step else {}
         more |= {"skipped": [list(span) for span in skipped]} if skipped else {}
-        more |= {"spike": spike} if spike else {}
-        more |= {"rewind": _rewind(rewound)} if rewound else {}
-        self._write("samples", step, row | more)
+        self._write("samples", step, {**row, **more, **notes})
 
     def _clocks(self) -> tuple[float, float, float, float]:
         spent = self._progress.spent
@@ -367,10 +363,6 @@ _PEAKS = (  # dense bf16, TFLOP/s, from the vendors' data sheets; the first patt
 def known_peak_tflops(device_name: str) -> float | None:
     """Returns the device's peak, or None if it is not in the table: a guess would make the MFU meaningless."""
     return next((peak for pattern, peak in _PEAKS if re.search(pattern, device_name)), None)
-
-
-def _rewind(rewound: Rewound) -> dict[str, object]:
-    return {"back_to": rewound.step, "from": rewound.spiked, "why": rewound.reason}
 
 
 def _per(amount: float, seconds: float) -> float:
