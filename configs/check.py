@@ -1,8 +1,8 @@
 """Checks of the configuration before any process or device is used: each section, sections against each other, and the files.
 
-scripts/launch.py (once, before any rank) and train.py (each rank) call `check`, and only launch.py, before several ranks, `check_resume`;
-with one rank Components.resume_data raises its errors. Each section has its own
-check(); errors that only tokenising can find are raised by `open_data`."""
+With several ranks scripts/launch.py calls `check` and `check_resume` before any rank starts, and each rank's train.py calls `check` again;
+with one rank train.py alone calls `check`, and Components.resume_data raises the errors of `check_resume`. Each section has its own
+check(); `open_data` raises what only tokenising can find."""
 
 from __future__ import annotations
 
@@ -219,7 +219,7 @@ def _check_pipeline(config: RunConfig) -> None:
 
 
 def _check_schedules(config: RunConfig) -> Iterator[str]:
-    """Warm-up and decay must fit the schedule, the schedule must cover the run, and validation needs documents."""
+    """Warm-up and decay must fit the schedule, and the schedule must cover the run."""
     schedule, steps = config.lr_scheduler, config.training.steps
     total, decay, warmup = schedule.total_steps or steps, schedule.decay_length(steps), schedule.warmup_steps
     length = f"lr_scheduler.total_steps = {total}" if schedule.total_steps else f"training.steps = {total}"
@@ -235,12 +235,12 @@ def _check_schedules(config: RunConfig) -> Iterator[str]:
             f"lr_scheduler.total_steps = {total}: training.steps = {steps} would continue with a learning rate of 0; "
             f"nearest: {steps}, or 0, or set lr_scheduler.min_lr_factor"
         )
-    if config.validation.enable and config.training.dataset_held_out == 0 and not config.validation.sources:
-        yield "training.dataset_held_out = 0.0: validation.enable = true needs documents that are held out; nearest: 0.03"
 
 
 def _check_sets(config: RunConfig) -> Iterator[str]:
-    """The sets of validation must have different names."""
+    """Validation needs documents, and its sets different names."""
+    if config.validation.enable and config.training.dataset_held_out == 0 and not config.validation.sources:
+        yield "training.dataset_held_out = 0.0: validation.enable = true needs documents that are held out; nearest: 0.03"
     labels = {source.label for source in config.training.sources}
     for index, source in enumerate(config.validation.sources):
         if source.label in labels:

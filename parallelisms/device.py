@@ -1,8 +1,8 @@
-"""Differences between device types, in one place; everything else is one code path.
+"""Decisions by device type: the rest of the program takes them from `DEVICE_TRAITS` and `Device`.
 
-The rest of the program takes decisions by device type from `DEVICE_TRAITS`; tests/unit/test_device.py lists the lines that test the type
-elsewhere, and why. Single calls of torch.cuda, such as those for the allocator's counters (training/metrics.py), stay where they are used.
-models/ops.py, which imports only torch, distinguishes CPUs itself; ft/device.py lists the devices with streams, for ft/."""
+tests/unit/test_device.py lists the files that test the type elsewhere, and why. Calls that only one type has, such as those for pinned
+memory, peer access and the allocator's counters (training/metrics.py), stay where they are used. models/ops.py, which imports only torch,
+distinguishes CPUs itself; ft/device.py lists the devices with streams, for ft/."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """Applies the parallel techniques to a model, in this order: pipeline split, loss, float8, tensor, expert and context parallel, activation
-checkpointing, compile, master dtype, FSDP, materialisation, initial values. A technique with a mesh axis of its own also needs the axis in
-AXES and ParallelDims of mesh.py, its degree in ParallelismConfig and `degrees`, and checks in configs/check.py."""
+checkpointing, compile, master dtype, FSDP, materialisation, initial values. A technique with a mesh axis of its own also needs, in mesh.py,
+the axis in AXES, ParallelDims with its `coordinate`, and MeshCoordinate, its degree in ParallelismConfig and `degrees`, and, if its ranks
+have different tokens, a place in `data_parallel_mesh`; checks in configs/check.py, tools/explain, and layouts in bench/parity.py."""
 
 from __future__ import annotations
 

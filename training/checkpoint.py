@@ -1,4 +1,4 @@
-"""Checkpoints: when the run is saved, and which checkpoint it resumes from.
+"""Checkpoints: the steps that are due, one save from beginning to end, and the checkpoint from which a launch resumes.
 
 Flow: components.py calls `load` and `close`, train.py asks `due` and `overdue`, saver.py calls `save`. checkpoint_dcp.py writes and reads
 the states, checkpoint_files.py publishes the files of a checkpoint atomically; object_store.py copies it into an object store, if
@@ -100,7 +100,8 @@ class CheckpointConfig:
     ] = True
     exclude_from_loading: Annotated[
         tuple[str, ...],
-        'names, or their first dotted parts, that are not loaded from initial_load_path, such as "model.output"',
+        "names, or their first dotted parts, that are neither loaded from initial_load_path nor required to be in it, such as "
+        '"model.output"',
     ] = ()
     create_seed_checkpoint: Annotated[
         bool,

@@ -17,7 +17,9 @@ from training.tokenizer import Tokenizer
 class SampleConfig:
     """[sample]: the text that a run prints at its end, and the defaults of scripts/generate.py."""
 
-    tokens: Annotated[int, "length of the sample, tokens; 0: no sample", ">= 0"] = 200
+    tokens: Annotated[
+        int, "length of the sample, tokens; 0: no sample, as with pipeline, context or tensor parallelism", ">= 0"
+    ] = 200
     prompt: Annotated[str, 'text that the sample continues; "": from BOS alone'] = ""
     temperature: Annotated[float, "logits are divided by this; 0: always the most likely token", ">= 0"] = 0.8
     top_k: Annotated[int, "sample from the k most likely tokens; 0: from all", ">= 0"] = 50

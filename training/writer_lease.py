@@ -75,8 +75,9 @@ class WriterLease:
 
 
 class UncheckedLease(WriterLease):
-    """The lease of a group that shares its folder with no other. Not `settled`: of a group that leaves while it waits for others; it saves
-    once, even if it is not the writer, but does not replace a checkpoint of the same or a later step."""
+    """A lease that reads no file. `settled`: of a run without replica groups, which shares its folder with none. Not `settled`: of a group
+    that leaves while it waits for others, which may have another version of its step: it saves once in the shared folder, writer or not,
+    and replaces no checkpoint of the same or a later step."""
 
     has_role = True
 

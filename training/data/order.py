@@ -2,9 +2,9 @@
 
 `DocumentOrder`, of a corpus in the cache: epoch e concatenates the split's documents, shuffled by (seed, e), each between BOS and EOS,
 into a stream of N tokens. It is split into (N - 1) // seq_len sequences; sequence i is tokens [i * seq_len, i * seq_len + seq_len + 1):
-seq_len inputs, and the targets shifted by one. The last (N - 1) % seq_len tokens of the stream are dropped, others in each epoch.
-Sequences are visited with a fixed stride coprime to their number (`stride`), so that a batch is spread over the epoch. Its time and memory
-grow with the documents.
+seq_len inputs, and the targets shifted by one. The last (N - 1) % seq_len tokens of the stream are dropped; they are different ones in each
+epoch. Sequences are visited with a fixed stride coprime to their number (`stride`), so that a batch is spread over the epoch. Its time and
+memory grow with the documents.
 
 `StoreOrder`, of a token store of any size: epoch e is the stream of the store's shards, without the documents of `skip`, from an offset
 below seq_len, split likewise, and its sequences are visited in the order of a permutation that is computed for one position at a time
@@ -117,8 +117,8 @@ class DocumentOrder:
     def __init__(
         self, corpus: Corpus, split: str, *, held_out: float, seed: int, seq_len: int, may_split_by_tokens: bool = False
     ) -> None:
-        """`validation` is not shuffled: every validation sees the same sequences. `may_split_by_tokens`: see `document_spans`. Raises ValueError if
-        `split` has no sequence."""
+        """`validation` is not shuffled: every validation sees the same sequences. `may_split_by_tokens`: see `document_spans`. Raises
+        ValueError if `split` has no sequence."""
         self._rebuild = partial(
             DocumentOrder,
             corpus,
