@@ -70,7 +70,7 @@ async def measure(count: int, *, each: bool) -> tuple[float, float, float, float
         voting = ranks if each else ranks[:1]
 
         async def vote(step: int) -> None:
-            await call(voting, "CastVote", lambda rank: m.Vote(rank, "commit", quorum, 0, step, "yes", whole=not each))
+            await call(voting, "CastVote", lambda rank: m.Vote(rank, "commit", quorum, 0, step, "yes", joint=not each))
 
         await vote(0)
         before_s = cpu_s(server.pid)
