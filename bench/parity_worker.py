@@ -298,7 +298,7 @@ class Rank:
             to_local(value).fill_(nan)  # values that the checkpoint does not fill fail the comparison
         folder, group = self.reference(step), dist.group.WORLD if self.case.world_size > 1 else None
         metadata = checkpoint_dcp.read_metadata(folder)
-        filled, misfits, _ = checkpoint_dcp.fit({"model": live}, metadata, wanted={"model"}, exclude=(), exact=True)
+        filled, misfits, *_ = checkpoint_dcp.fit({"model": live}, metadata, wanted={"model"}, exclude=(), exact=True)
         if problem := "; ".join(misfits) or checkpoint_dcp.read(filled, folder, group=group):
             raise RuntimeError(f"the reference's checkpoint does not fit: {problem}")
         state.load_state_dict(filled["model"])

@@ -771,11 +771,13 @@ class Checkpointer:
             exclude.append("optimizer.param_groups")
         # they follow from this run's configuration; in its own checkpoints they are as in training, unless seq_len was changed
         exclude += [name for name in self._computed if initial or dcp.other_size(name, live, metadata)]
-        filled, unfit, unknown = dcp.fit(live, metadata, wanted=wanted, exclude=exclude, exact=not initial)
-        everywhere = set.intersection(*ranks.all_gather(unknown))  # a rank may hold only a part of the model
+        filled, unfit, *missing = dcp.fit(live, metadata, wanted=wanted, exclude=exclude, exact=not initial)
+        # a rank may hold only a part of the model: a name is missing if no rank has it
+        unknown, unused = (set.intersection(*each) for each in zip(*ranks.all_gather(missing), strict=True))
+        misfits = [f'exclude_from_loading: no name begins with "{prefix}"' for prefix in sorted(unused)]
         # once each: ranks with shards of the same tensor report the same misfit
-        misfits = list(dict.fromkeys(misfit for listed in ranks.all_gather(unfit) for misfit in listed))
-        misfits += [f"{name} is in the checkpoint but not in this run" for name in sorted(everywhere)]
+        misfits += dict.fromkeys(misfit for listed in ranks.all_gather(unfit) for misfit in listed)
+        misfits += [f"{name} is in the checkpoint but not in this run" for name in sorted(unknown)]
         if misfits:
             more = f" (and {len(misfits) - 3} more)" if len(misfits) > 3 else ""
             if any(misfit.startswith("loader.rank ") for misfit in misfits):  # a key of StreamingLoader

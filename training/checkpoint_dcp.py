@@ -111,19 +111,16 @@ def read_values(path: Path, state: str) -> dict[str, Any]:
 
 def fit(
     states: States, metadata: Metadata, *, wanted: Collection[str], exclude: Sequence[str], exact: bool
-) -> tuple[States, list[str], set[str]]:
-    """Returns the states that `read` can load from the checkpoint; a phrase for each name that does not fit; and the names that only the
-    checkpoint has. Compares names and sizes (`exact`: dtypes too) of the states in `wanted`. Names that equal, or lie below, an entry of
-    `exclude` are ignored on both sides. These may be missing: the optimizer state of a parameter that never had a gradient, optimizer
+) -> tuple[States, list[str], set[str], set[str]]:
+    """Returns the states that `read` can load from the checkpoint; a phrase for each name that does not fit; the names that only the
+    checkpoint has; and the entries of `exclude` that match no name. With a pipeline the last two hold on this rank: others may have them.
+    Compares names and sizes (`exact`: dtypes too) of the states in `wanted`. Names that equal, or lie below, an entry of `exclude` are
+    ignored on both sides. These may be missing: the optimizer state of a parameter that never had a gradient, optimizer
     settings that a different version of torch lacks, the metrics of replica groups, the window of training.on_spike, and averages
     of weights."""
     saved = {name: value for name, value in metadata.state_dict_metadata.items() if name.split(".")[0] in wanted}
     here = [f"{state}.{key}" for state, values in states.items() for key in values]
-    misfits = [
-        f'exclude_from_loading: no name begins with "{prefix}"'
-        for prefix in exclude
-        if not any(_has_prefix(name, [prefix]) for name in (*saved, *here))
-    ]
+    unused = {prefix for prefix in exclude if not any(_has_prefix(name, [prefix]) for name in (*saved, *here))}
     saved = {name: value for name, value in saved.items() if not _has_prefix(name, exclude)}
     with_state = {name.rpartition(".")[0] for name in saved}
 
@@ -140,9 +137,9 @@ def fit(
     planner = DefaultSavePlanner()
     planner.set_up_planner(dict(states))
     present = dict(planner.state_dict)  # under DCP's joined names
-    misfits += [misfit for name, value in present.items() if (misfit := _misfit(name, value, saved.get(name), exact))]
+    misfits = [misfit for name, value in present.items() if (misfit := _misfit(name, value, saved.get(name), exact))]
     unknown = {name for name in saved.keys() - present.keys() if not name.startswith(_OPTIONAL)}
-    return states, misfits, unknown
+    return states, misfits, unknown, unused
 
 
 def other_size(name: str, states: States, metadata: Metadata) -> bool:

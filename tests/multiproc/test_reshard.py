@@ -171,9 +171,9 @@ def same(first: Any, second: Any) -> bool:
     return torch.equal(first, second) if isinstance(first, Tensor) else first == second
 
 
-def make_seed(folder: Path, vocab_size: int) -> dict[str, Tensor]:
+def make_seed(folder: Path, vocab_size: int, n_layers: int = 2) -> dict[str, Tensor]:
     """A seed checkpoint as scripts/make_seed_checkpoint.py makes it, in chunks of few rows; what is in it."""
-    model = meta_model(vocab_size)
+    model = meta_model(vocab_size, n_layers)
     tensors = {f"model.{name}": tensor for name, tensor in model.state_dict(keep_vars=True).items()}
     config = CheckpointConfig(create_seed_checkpoint=True)
     checkpointer = Checkpointer(config, folder, {"model": ModelState([model])}, log=Lines())
@@ -229,8 +229,9 @@ def begin_with(seed: Path, parallelism: ParallelismConfig, exclude: tuple[str, .
     return run.everything()
 
 
-def test_what_is_excluded_may_be_on_one_rank_alone(pool: Pool, tmp_path: Path):
-    seed = make_seed(tmp_path / "seed", 61)
+@pytest.mark.parametrize("n_layers", [2, 1])  # of the seed: a layer that only this run has may be excluded, too
+def test_what_is_excluded_may_be_on_one_rank_alone(pool: Pool, tmp_path: Path, n_layers: int):
+    seed = make_seed(tmp_path / "seed", 61, n_layers)
     excluded = ("model.layers.1", "model.output", "model.tok_embeddings.weight")
     there = joined(pool.run(2, begin_with, tmp_path / "seed", LAYOUTS["pp2"], excluded))
     model = meta_model(61)
