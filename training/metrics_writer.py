@@ -92,7 +92,9 @@ class MetricsWriter:
         with self._lock:
             begins_step = kind == "metrics" and not row.is_validation
             if begins_step and self.kept and self.kept[-1].row.step >= step:  # the job has resumed from a checkpoint
-                self._replace_rows(kept.row for kept in self.kept if kept.row.step < step)
+                earlier = [kept for kept in self.kept if kept.row.step < step]
+                pending = sum(kept.number >= self._first_pending for kept in earlier)
+                self._replace_rows([kept.row for kept in earlier], pending=pending)
             self._append(row)
             self._quorum, self._close_requested = quorum, False
             if quorum is None:
@@ -108,7 +110,7 @@ class MetricsWriter:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         with self._lock:
             rows = ((FORMER_KINDS.get(kind, kind), *row) for kind, *row in json.loads(state["rows"]))
-            self._replace_rows(Row(*row) for row in rows)
+            self._replace_rows([Row(*row) for row in rows])
 
     def sync(self) -> None:
         """Makes the rows durable (fsync) if this group is the writer; waits up to SYNC_S for storage."""
@@ -143,14 +145,13 @@ class MetricsWriter:
         self.kept.append(_KeptRow(self._last_number, row, size_bytes, self._clock()))
         self._kept_bytes += size_bytes
 
-    def _replace_rows(self, rows: Iterable[Row]) -> None:
-        """Replaces all rows in memory by `rows`, none of which is pending."""
-        rows = list(rows)
+    def _replace_rows(self, rows: list[Row], pending: int = 0) -> None:
+        """Replaces all rows in memory by `rows`, of which the last `pending` are still to be written."""
         self.kept.clear()
         self._kept_bytes, self._written_until, self._reopen = 0, 0, True
         for row in rows:
             self._append(row)
-        self._first_pending = self._last_number + 1
+        self._first_pending = self._last_number + 1 - pending
 
     def _drop_rows(self) -> None:
         """Drops rows that are in the files, or exceed the limits."""
@@ -172,13 +173,14 @@ class MetricsWriter:
         """Writes the pending rows, or closes the files if another group is the writer. Also closes them after an exception, for repair."""
         with self._lock:
             quorum, reopen, self._reopen = self._quorum, self._reopen, False
-            rows = [kept for kept in self.kept if kept.number >= self._first_pending]
+            known = list(self.kept)
+            rows = [kept for kept in known if kept.number >= self._first_pending]
         if quorum is None or reopen:
             self._close_files()
         if quorum is None:
             return self._drop_written_rows()
         try:
-            is_ours = not rows or self._write_or_take_over(quorum, rows)
+            is_ours = not rows or self._write_or_take_over(quorum, rows, known)
             if self._sync_requested and self.sinks is not None:
                 self.sinks.sync()
                 self._sync_requested = False
@@ -194,15 +196,16 @@ class MetricsWriter:
                     self._written_until = max(self._written_until, rows[-1].row.step - 1)
                 self._drop_rows()
 
-    def _write_or_take_over(self, quorum: Quorum, rows: list[_KeptRow]) -> bool:
-        """Writes the rows, after opening the files if needed. False: another group has become the writer."""
+    def _write_or_take_over(self, quorum: Quorum, rows: list[_KeptRow], known: list[_KeptRow]) -> bool:
+        """Writes the pending rows, after opening the files if needed. `known`: all rows in memory at the time, since a rewind or a heal may
+        replace them meanwhile. False: another group has become the writer."""
         if self.sinks is not None and self._write_rows(quorum, [kept.row for kept in rows]):
             return True
         self._close_files()
         if self._shared and not acquire(self._folder, quorum):
             return False
         try:
-            missing = self._take_over(quorum, rows[0].row.step, rows[-1].number)
+            missing = self._take_over(quorum, rows[0].row.step, [kept.row for kept in known])
         except _Superseded:
             return False
         return self._write_rows(quorum, missing)
@@ -216,11 +219,10 @@ class MetricsWriter:
                 self.sinks.write(*row)
         return True
 
-    def _take_over(self, quorum: Quorum, step: int, last: int) -> list[Row]:
+    def _take_over(self, quorum: Quorum, step: int, known: list[Row]) -> list[Row]:
         """Opens the files and removes their rows from `step` on, or from the first earlier step whose row differs from this group's (the
-        previous writer died in that step, and the others repeated it). Returns the rows to write. Raises _Superseded."""
-        with self._lock:
-            known = [kept.row for kept in self.kept if kept.number <= last]
+        previous writer died in that step, and the others repeated it). Returns those of the `known` rows that are to be written. Raises
+        _Superseded."""
         first = step
 
         def kept_step() -> int | None:

@@ -201,6 +201,20 @@ def test_a_job_that_goes_back_to_a_checkpoint_has_each_step_once(tmp_path: Path)
     assert rows(tmp_path) == [(step, look) for step in range(1, 9) for look in ({False, step == 5})]
 
 
+def test_a_heal_while_the_files_are_repaired_is_no_failure(tmp_path: Path):
+    """Between two looks of the background writer at the rows, the training thread replaces all of them."""
+    a, b = two(tmp_path, 2)
+    b.commits(3)
+    sinks = a.relay.sinks
+    assert sinks is not None
+    close = sinks.close
+    sinks.close = lambda: (close(), a.relay.load_state_dict(b.relay.state_dict()))[0]  # type: ignore[method-assign]
+    a.relay.write("metrics", 2, {"loss": 2.0})  # once more, since it goes back to a checkpoint
+    a.commits(4)
+    assert rows(tmp_path) == [(step, False) for step in (1, 2, 3, 4)]
+    assert not a.background_writer.said
+
+
 def test_a_group_that_heals_can_fill_in_what_it_never_saw(tmp_path: Path):
     """Two die in a row: the writer before a line of steps 2 and 3 was written, then the one that had them."""
     a, b, healed = (Group(tmp_path, writes=writes) for writes in (True, False, True))
@@ -339,6 +353,24 @@ def test_storage_that_fails_loses_no_row(tmp_path: Path, monkeypatch: pytest.Mon
     assert trouble.startswith(f"metrics cannot be written: {why} (") and str(tmp_path) in trouble
     assert trouble.endswith("; kept in memory and retried")
     assert end.startswith("metrics can be written again, after ") and end.endswith("; nothing is lost")
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_job_that_goes_back_while_storage_fails_loses_no_row(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shared: bool
+):
+    """The rows before its checkpoint are still to be written."""
+    disk = Disk(tmp_path, monkeypatch)
+    a = Group(tmp_path, writes=True, shared=shared)
+    a.commits(1)
+    with disk.full(room=30):
+        for step in (2, 3, 4, 5, 4):
+            a.commits(step, looks=step == 3)
+    a.commits(5, of="b")
+    assert rows(tmp_path) == [(1, False), (2, False), (3, False), (3, True), (4, False), (5, False)]
+    assert owners(tmp_path)[5] == "b"
+    assert charted(tmp_path) == [1, 2, 3, 4, 5]
+    assert "nothing is lost" in a.background_writer.said[-1]
 
 
 def test_the_role_moves_while_storage_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
