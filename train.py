@@ -311,8 +311,9 @@ class Run(Components):
         """Measures the loss on the first validation.steps slots of each set of held-out documents, over all ranks."""
         with self.progress.phase("validation"):
             began = self.progress.total()
-            token_bytes = torch.from_numpy(self.tokenizer.token_bytes())  # 0 for BOS, EOS, PAD
-            token_bytes = pad(token_bytes, (0, self.vocab_size - len(token_bytes))).to(self.device)  # [V]
+            token_bytes = torch.from_numpy(self.tokenizer.token_bytes()).double()  # 0 for BOS, EOS, PAD
+            unknown = self.vocab_size - len(token_bytes)  # ids of token files may be of another tokenizer
+            token_bytes = pad(token_bytes, (0, unknown), value=math.nan).to(self.device)  # [V]
             # nats, valid tokens, bytes of each set
             sums = torch.zeros(len(self.held_out), 3, dtype=torch.float64, device=self.device)
             for set_sums, loader in zip(sums, self.held_out.values(), strict=True):

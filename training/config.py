@@ -202,7 +202,11 @@ class ValidationSourceConfig:
 class ValidationConfig:
     """[validation]: loss on documents that are never trained on."""
 
-    enable: Annotated[bool, "hold documents out and measure the loss on them"] = False
+    enable: Annotated[
+        bool,
+        "hold documents out and measure the loss on them: nats per token, and bits per byte unless they have ids that the tokenizer lacks, "
+        "as those of token files without model.tokenizer_path may",
+    ] = False
     freq: Annotated[int, "steps between validations; the last step is always validated", ">= 1"] = 100
     steps: Annotated[
         int, "batches of one validation, each as large as the batch of one replica group in a step", ">= 1"

@@ -175,19 +175,20 @@ class MetricsProcessor:
 
     def validation(self, step: int, sets: Mapping[str, Sequence[float]], *, seconds: float) -> None:
         """Reports a validation after `step`: loss in nats per token and bits per byte, of all sets together and, if there are several, of
-        each. `sets`: name -> (sum of nats, valid tokens, bytes)."""
+        each. `sets`: name -> (sum of nats, valid tokens, bytes). With bytes of NaN, which are unknown, there are no bits per byte."""
 
         def per_token_and_byte(nats: float, tokens: float, byte_count: float) -> tuple[float, float]:
-            return nats / max(tokens, 1), nats / max(byte_count, 1) / math.log(2)
+            return nats / max(tokens, 1), nats / max(byte_count, 1) / math.log(2)  # max(NaN, 1) is NaN
 
         totals = [sum(column) for column in zip(*sets.values(), strict=True)]
         (loss, bits_per_byte), tokens = per_token_and_byte(*totals), round(totals[1])
         self._validation_loss = loss
         each = {name: per_token_and_byte(*sums) for name, sums in sets.items()} if len(sets) > 1 else {}
+        bits = "" if math.isnan(bits_per_byte) else f"{bits_per_byte:.4f} bits per byte  "
         named = "".join(f"  {name} {set_loss:.4f}" for name, (set_loss, _) in each.items())
         self._log.info(
             f"validation at step {step}: {self._log.paint(f'loss {loss:.4f}', 'magenta')}  "
-            f"{bits_per_byte:.4f} bits per byte  {tokens:,} tokens in {seconds:.1f} s{named}"
+            f"{bits}{tokens:,} tokens in {seconds:.1f} s{named}"
         )
         self._write_metrics(
             step,
@@ -197,16 +198,12 @@ class MetricsProcessor:
             validation_tokens=tokens,
             **{f"validation_loss/{name}": set_loss for name, (set_loss, _) in each.items()},
         )
-        scalars = {
-            "validation_metrics/loss": loss,
-            "validation_metrics/bits_per_byte": bits_per_byte,
-            "validation_metrics/throughput(tps)": _per(tokens, seconds) / self._world_size,
-        }
-        for name, (set_loss, set_bits) in each.items():
-            scalars |= {
-                f"validation_metrics/loss/{name}": set_loss,
-                f"validation_metrics/bits_per_byte/{name}": set_bits,
-            }
+        scalars = {"validation_metrics/throughput(tps)": _per(tokens, seconds) / self._world_size}
+        charted = {"": (loss, bits_per_byte), **{f"/{name}": values for name, values in each.items()}}
+        for suffix, (set_loss, set_bits) in charted.items():
+            scalars[f"validation_metrics/loss{suffix}"] = set_loss
+            if not math.isnan(set_bits):
+                scalars[f"validation_metrics/bits_per_byte{suffix}"] = set_bits
         self._write("charts", step, scalars)
 
     def print_estimate(self, step: int) -> None:

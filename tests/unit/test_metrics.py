@@ -4,17 +4,23 @@ import io
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
+import train
 from ft.seam import Commit, Rewound
 from parallelisms.device import DEVICE_TRAITS, DeviceTraits
 from tests.unit.fakes import Clock
+from training.data.loader import Batch
 from training.log import Log
+from training.loss import IGNORED
 from training.metrics import MetricsConfig, MetricsProcessor, known_peak_tflops
 from training.optimizer import Update
 from training.progress import Progress
+from training.tokenizer import ByteTokenizer
 
 
 @dataclass
@@ -257,6 +263,35 @@ def test_validation() -> None:
     ]
     (row,) = run.journal.rows
     assert row[0] == 0 and row[1]["validation_loss"] == 5.5 and "loss" not in row[1]
+
+
+@pytest.mark.parametrize("other", [66, 300])
+def test_bits_per_byte_are_told_only_if_the_tokenizer_has_all_ids(other: int) -> None:
+    """300 is an id of a token file that another tokenizer made."""
+    run, fakes = Run(), SimpleNamespace
+    labels = torch.tensor([[65, other, IGNORED]])
+    batch = Batch(labels, labels, 0, (0,), True)
+    train.Run.validate(
+        fakes(  # type: ignore[arg-type]
+            progress=Progress(),
+            tokenizer=ByteTokenizer(),
+            vocab_size=512,
+            device=torch.device("cpu"),
+            held_out={"": fakes(load=lambda slots: iter([batch]))},
+            config=fakes(validation=fakes(steps=1)),
+            slot_size=1,
+            coordinate=fakes(counts_tokens=True),
+            model=fakes(evaluate=lambda *given: torch.tensor(4 * math.log(2)), parts=[]),
+            world=fakes(world_size=1),
+            metrics_processor=run.metrics_processor,
+            manager=fakes(step=7),
+        )
+    )
+    known = other == 66
+    assert ("loss 1.3863  2.0000 bits per byte  2 tokens" if known else "loss 1.3863  2 tokens") in run.lines[0]
+    ((_, scalars),), ((_, row),) = run.chart.rows, run.journal.rows
+    assert ("validation_metrics/bits_per_byte" in scalars) == known
+    assert math.isnan(row["validation_bits_per_byte"]) != known, "a file of metrics has null for NaN"
 
 
 def test_several_sets_of_validation() -> None:
