@@ -225,20 +225,14 @@ class Run(Components):
         if self.spikes.in_a_row > (allowed := self.config.training.spike_max_skips):
             raise Stopped(f"{text}; training.spike_max_skips allows {allowed} such steps in a row")
         self.manager.skip([slot for slot, _ in commit.slots])
-        if self.world.global_rank == 0:
-            self.log.warning("spike: %s are left out", text)
-            self.events("spike", step, words=text)
-            if self.manager.writer_quorum:  # once for all groups
-                self.manager.show_event("commit", text)
+        self.announce("spike", step, f"{text} are left out")
 
     def rewind(self, step: int, commit: Commit, spike: str) -> None:
         """Goes back to the newest checkpoint before a step that no group has applied, and skips the data since. Raises BadInput,
         CheckpointFailed, and Stopped if the run went back there too often without reaching a newer checkpoint."""
         self.optimizer.zero_grad()
         text = not_applied(step, commit, spike, self.slot_size)
-        if self.world.global_rank == 0:
-            self.log.warning("spike: %s", text)
-            self.events("spike", step, words=text)
+        self.announce("spike", step, text)
         if len(self.manager.rewinds) >= (allowed := MAX_BRANCH):
             raise Stopped(f"{text}; a run goes back to a checkpoint at most {allowed} times")
         rewind_steps = [rewound.step for rewound in self.manager.rewinds]
@@ -257,12 +251,18 @@ class Run(Components):
         in_a_row = len([*takewhile(lambda each: each.step == back_to, reversed(rewinds))])
         if in_a_row > (allowed := self.config.training.spike_max_skips):
             raise Stopped(f"{text}; training.spike_max_skips allows {allowed} returns to step {back_to} in a row")
+        named = ", ".join(f"{first} to {end - 1}" for first, end in skipped)
+        text = (
+            f"back to step {back_to} as branch {len(rewinds)}: step {step} was a spike; positions {named} are left out"
+        )
+        self.announce("rewind", back_to, text)
+
+    def announce(self, event: str, step: int, text: str) -> None:
+        """Reports a spike or a return to a checkpoint: in the log, in this group's events and, once for all groups, on the dashboard."""
         if self.world.global_rank == 0:
-            named = ", ".join(f"{first} to {end - 1}" for first, end in skipped)
-            text = f"back to step {back_to} as branch {len(rewinds)}: step {step} was a spike; positions {named} are left out"
-            self.log.warning("%s", text)
-            self.events("rewind", back_to, words=text)
-            if self.manager.writer_quorum:  # once for all groups
+            self.log.warning("%s: %s", event, text)
+            self.events(event, step, words=text)
+            if self.manager.writer_quorum:
                 self.manager.show_event("commit", text)
 
     def compute_step(self, assignment: DataAssignment, batches: Iterator[Batch] | None = None) -> LocalStep:
