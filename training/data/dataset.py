@@ -30,6 +30,7 @@ from training.data.sources import find_source
 from training.data.store import Store
 from training.data.streaming import StreamingLoader, open_stream
 from training.log import Log
+from training.progress import quantity
 from training.tokenizer import Tokenizer
 
 _TOKEN_SPLIT = "cut "  # begins the digest of a corpus whose last tokens are held out
@@ -248,10 +249,10 @@ class CachedData(_OrderedData):
     def summary(self) -> str:
         meta, held_out = self._corpus.meta, self._config.dataset_held_out
         train, validation = (
-            short(int(document_spans(self._corpus, split, held_out, may_split_by_tokens=self._validates)[1].sum()))
+            quantity(int(document_spans(self._corpus, split, held_out, may_split_by_tokens=self._validates)[1].sum()))
             for split in SPLITS
         )
-        files = f"{meta.files} file{'s' * (meta.files != 1)}, {short(meta.bytes, 'B')}, digest {meta.content[:8]}"
+        files = f"{meta.files} file{'s' * (meta.files != 1)}, {quantity(meta.bytes)}B, digest {meta.content[:8]}"
         return f"{self._config.dataset}: {files}, {train} training tokens, {validation} validation tokens"
 
     def order(self, *, seed: int, seq_len: int) -> DocumentOrder:
@@ -294,8 +295,8 @@ class StoredData(_OrderedData):
         train = sum(shard.train_tokens for store in self._stores for shard in store.manifest.shards)
         train = train if self._holds_out else total
         return (
-            f"store: {', '.join(self._config.store_names)}, digest {self.digest[:8]}, {short(train)} training tokens, "
-            f"{short(total - train)} validation tokens"
+            f"store: {', '.join(self._config.store_names)}, digest {self.digest[:8]}, {quantity(train)} training tokens, "
+            f"{quantity(total - train)} validation tokens"
         )
 
     def reopened(self, config: TrainingConfig) -> _OrderedData:
@@ -412,11 +413,3 @@ def open_data(
             "set it to false, or prepare the text with scripts/prepare_data.py"
         )
     return CachedData(config, corpus, validation_stores, validates=validation.enable)
-
-
-def short(count: int, unit: str = "") -> str:
-    """Formats 12345678 as "12.3 M", with unit "B" as "12.3 MB"."""
-    for prefix, size in (("G", 10**9), ("M", 10**6), ("k", 10**3)):
-        if count >= size:
-            return f"{count / size:.1f} {prefix}{unit}"
-    return f"{count} {unit}".rstrip()
