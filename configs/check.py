@@ -22,7 +22,7 @@ from torch.torch_version import TorchVersion
 
 from configs.errors import raise_problems
 from configs.keys import to_text
-from configs.load import CONFIG_FILE, section_types
+from configs.load import CONFIG_FILE, exists, section_types
 from configs.schema import RunConfig
 from models.contract import Model, check_contract, has_experts, nearest
 from parallelisms.device import local_device_type
@@ -30,6 +30,7 @@ from parallelisms.execution import CompileConfig
 from parallelisms.mesh import degrees
 from parallelisms.pipeline_plan import check_pipeline, placement, schedule_of, splits_backward, stage_modules
 from training.checkpoint import beginning, progress_in
+from training.config import readable
 from training.data.dataset import StreamedData, open_data
 from training.data.order import Mixture, Order
 from training.data.sources import check_sources, find_source
@@ -295,7 +296,8 @@ def _check_writable(config: RunConfig) -> Iterator[str]:
 
 
 def _existing(config: RunConfig) -> Iterator[tuple[str, Path]]:
-    """Yields the setting and the path of the run's folder, and of its checkpoints', or what there is of the path to it."""
+    """Yields the setting and the path of the run's folder, and of its checkpoints', or what there is of the path to it. Raises ValueError
+    if that is not known."""
     paths = {f'job.dump_folder = "{config.job.dump_folder}"': config.run_folder}
     if config.checkpoint.enable:
         folder = config.checkpoint.local_folder
@@ -303,7 +305,8 @@ def _existing(config: RunConfig) -> Iterator[tuple[str, Path]]:
     seen = set[Path]()
     for setting, path in paths.items():
         path = Path(os.path.normpath(path))  # ".." of a folder that is not there yet
-        there = next((each for each in (path, *path.parents) if each.exists()), None)
+        with readable(setting):
+            there = next((each for each in (path, *path.parents) if exists(each)), None)
         if there and there not in seen:
             seen.add(there)
             yield setting, there

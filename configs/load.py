@@ -45,17 +45,21 @@ def with_share(config: RunConfig) -> RunConfig:
         return config
     default: float = type(config.training).dataset_held_out
     share: Any = default if config.validation.enable else 0.0
-    with suppress(ConfigError):  # check_saved reports it
+    with suppress(ConfigError):  # configs/check.py and check_saved report it
         if (saved := read_saved(config.run_folder)) is not None:  # a key that it lacks has the default
             share = saved.get("training", {}).get("dataset_held_out", default)
     return dataclasses.replace(config, training=dataclasses.replace(config.training, dataset_held_out=float(share)))
 
 
 def read_saved(folder: Path) -> dict[str, Any] | None:
-    """Returns the tables of a run's saved settings, None without that file. Raises ConfigError for a file that no launch has written."""
+    """Returns the tables of a run's saved settings, None without that file. Raises ConfigError for a file that cannot be
+    read, or that no launch has written."""
     path = folder / CONFIG_FILE
-    if not path.exists():
-        return None
+    try:
+        if not exists(path):
+            return None
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
     try:
         tables, origin = document.read(str(path))
         for name, table in tables.items():
@@ -69,6 +73,16 @@ def read_saved(folder: Path) -> dict[str, Any] | None:
     except ConfigError as error:
         raise ConfigError(f"{error}; an earlier launch of this run wrote it: restore it, or remove it") from None
     return tables
+
+
+def exists(path: Path) -> bool:
+    """Returns False if there is no such file or folder. Raises OSError if that is not known, as below a folder that this user may not
+    search: Path.exists does so only before Python 3.14."""
+    try:
+        path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    return True
 
 
 def sections_of(written: tuple[Mapping[str, Any], Origin], given: Overrides) -> dict[str, type]:

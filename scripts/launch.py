@@ -174,9 +174,9 @@ class LogFile:
             return
         with self._lock:
             self._early.append(re.sub(r"\x1b\[[0-9;]*[A-Za-z]", "", text))
-            if self._file is None and not self._path.parent.parent.is_dir():
-                return
             with suppress(OSError):  # a full disk: written by a later call, when there is space again
+                if self._file is None and not self._path.parent.parent.is_dir():
+                    return
                 if self._file is None:
                     self._path.parent.mkdir(exist_ok=True)
                     self._file = self._path.open("ab", buffering=0)

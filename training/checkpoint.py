@@ -33,6 +33,7 @@ from training.checkpoint_files import (
     FileRecord,
     Manifest,
 )
+from training.config import readable
 from training.log import Log
 from training.object_store import ObjectStore, Uploader, is_url
 from training.progress import Clock, as_ranges
@@ -875,13 +876,15 @@ def manifest_or_problem(path: Path) -> Manifest | str:
 def initial_folder(name: str) -> Path:
     """Returns the checkpoint that initial_load_path names. Raises ValueError if there is none."""
     setting, path = f'checkpoint.initial_load_path = "{name}"', Path(name).expanduser()
-    if (path / ".metadata").is_file():
-        return path
+    with readable(setting):
+        is_there = path.exists()
+        if (path / ".metadata").is_file():
+            return path
     for folder in (path, path / "checkpoint"):
         if steps := files.list_steps(folder):
             nearest = files.step_folder(folder, steps[-1])
             raise ValueError(f'{setting}: a folder of checkpoints, not a checkpoint; nearest: "{nearest}"')
-    if not path.exists():
+    if not is_there:
         raise ValueError(f"{setting}: no such folder; {steps_phrase(files.list_steps(path.parent), -1)}")
     raise ValueError(f"{setting}: not a checkpoint, as it has no file .metadata")
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import difflib
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
@@ -249,6 +250,16 @@ def _check_labels(key: str, sources: Sequence[SourceConfig] | Sequence[Validatio
     labels = [source.label for source in sources]
     if twice := next((label for label in labels if labels.count(label) > 1), ""):
         raise ValueError(f'{key}: two have the name "{twice}"; set their name')
+
+
+@contextmanager
+def readable(setting: str) -> Iterator[None]:
+    """Turns an OSError inside, such as that of a folder which this user may not search, into a ValueError that begins with `setting`."""
+    try:
+        yield
+    except OSError as error:
+        file = f" ({error.filename})" if error.filename else ""
+        raise ValueError(f"{setting}: cannot be read: {error.strerror}{file}") from None
 
 
 def need(package: str, *, extra: str, setting: str) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from training.config import need
+from training.config import need, readable
 
 BOS_NAMES = ("<|begin_of_text|>", "<s>", "<bos>", "<|startoftext|>", "<|begin▁of▁sentence|>", "[BOS]", "<|endoftext|>")
 EOS_NAMES = ("<|end_of_text|>", "</s>", "<eos>", "<|endoftext|>", "<|end▁of▁sentence|>", "[EOS]")
@@ -59,9 +59,11 @@ class FileTokenizer:
     def __init__(self, path: str) -> None:
         self._setting = f'model.tokenizer_path = "{path}"'
         self._file = Path(path).expanduser()
-        if self._file.is_dir():
-            self._file /= "tokenizer.json"
-        if not self._file.is_file():
+        with readable(self._setting):
+            if self._file.is_dir():
+                self._file /= "tokenizer.json"
+            is_file = self._file.is_file()
+        if not is_file:
             missing = f"{self._setting}: there is no file {self._file}"
             raise ValueError(f'{missing}; give a tokenizer.json or its folder, or "" for bytes')
         need("tokenizers", extra="hf", setting=self._setting)
@@ -114,8 +116,10 @@ class FileTokenizer:
     def _find_bos_and_eos(self) -> tuple[int, int]:
         """Returns both ids by tokenizer_config.json beside the file, else by the names in published models; one token may be both."""
         config = self._file.with_name("tokenizer_config.json")
+        with readable(self._setting):
+            content = config.read_bytes() if config.is_file() else b"{}"
         try:
-            named = json.loads(config.read_bytes()) if config.is_file() else {}
+            named = json.loads(content)
         except ValueError as error:
             raise ValueError(f"{self._setting}: {config} is not JSON: {error}") from error
         bos = self._special(named.get("bos_token"), config) or next(filter(self._ids.__contains__, BOS_NAMES), None)

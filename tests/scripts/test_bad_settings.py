@@ -43,6 +43,7 @@ TOKENIZER = {
 }
 
 
+LONG = "n" * 300  # longer than file systems allow
 SAVED: dict[str, str | bytes] = {"outputs/run/config.toml": GOOD, "outputs/run/checkpoint/step-40/manifest.json": "{}"}
 
 
@@ -194,6 +195,17 @@ CASES = [
     ),
     Case("a run whose checkpoints are left out", '--checkpoint.enable = false: outputs/run/checkpoint has checkpoints up to step 40, and this launch would begin anew at step 0 and erase the run\'s record; nearest: true, or another --job.name', ("--checkpoint.enable=false",), files=SAVED),
     Case("a run whose checkpoints are elsewhere", '--checkpoint.folder = "other": outputs/run/checkpoint has checkpoints up to step 40, and this launch would begin anew at step 0 and erase the run\'s record; nearest: "checkpoint", or another --job.name', ("--checkpoint.folder=other",), files=SAVED),
+    Case("a run's name too long", f'run.toml: job.dump_folder = "./outputs": cannot be read: File name too long (outputs/{LONG})', (f"--job.name={LONG}",), files={"outputs/other/config.toml": GOOD}, nproc=1),
+    *(  # from Python 3.14 on pathlib takes a path that cannot be looked up for a missing one
+        Case(f"{what} that cannot be looked up", f'--{key} = "{LONG}": cannot be read: File name too long ({file})', (*argv, f"--{key}={LONG}"))
+        for what, key, file, argv in (
+            ("data", "training.dataset_path", LONG, FILES[:1]),
+            ("store", "training.dataset_path", f"{LONG}/manifest.json", ("--training.dataset=store",)),
+            ("tokenizer", "model.tokenizer_path", LONG, ()),
+            ("weights", "checkpoint.initial_load_path", LONG, ()),
+        )
+        if sys.version_info < (3, 14)
+    ),
     Case("weights missing", '--checkpoint.initial_load_path = "nope": no such folder; there are no checkpoints in it', ("--checkpoint.initial_load_path=nope",)),
     Case("pattern without a parameter", '--optimizer.groups[0].pattern = "*.nrom.*": matches no parameter that the optimizer steps; the names are layers.*.attention.wk.weight, layers.*.attention.wo.weight, layers.*.attention.wq.weight, layers.*.attention.wv.weight, layers.*.attention_norm.weight, layers.*.feed_forward.w1.weight, layers.*.feed_forward.w2.weight, layers.*.feed_forward.w3.weight, layers.*.ffn_norm.weight, norm.weight, output.weight, tok_embeddings.weight', ('--optimizer.groups=[{pattern = "*.nrom.*"}]',)),
 ]  # fmt: skip

@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from training.config import readable
 from training.data.sources import TOKEN_TYPES, map_ids
 from training.durable_files import replace_file, sync_path, try_lock
 
@@ -119,8 +120,9 @@ class Store:
 def read_manifest(folder: Path, setting: str) -> StoreManifest:
     """Raises ValueError, beginning with `setting`, if there is none or it cannot be read."""
     path = folder / MANIFEST
-    if not path.is_file():
-        unfinished = (folder / JOURNAL).is_file()
+    with readable(setting):
+        content, unfinished = path.read_bytes() if path.is_file() else None, (folder / JOURNAL).is_file()
+    if content is None:
         why = (
             "is not finished: run the same prepare_data command again, which continues it"
             if unfinished
@@ -129,7 +131,7 @@ def read_manifest(folder: Path, setting: str) -> StoreManifest:
         made = "" if unfinished else "; make one with scripts/prepare_data.py SOURCE... --out DIR"
         raise ValueError(f"{setting}: the token store {folder} {why}{made}")
     try:
-        stored = json.loads(path.read_bytes())
+        stored = json.loads(content)
         settings = StoreSettings(**stored["settings"] | {"files": tuple(map(tuple, stored["settings"]["files"]))})
         manifest = StoreManifest(settings, tuple(Shard(**shard) for shard in stored["shards"]), stored["digest"])
     except (ValueError, TypeError, KeyError) as error:
