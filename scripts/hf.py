@@ -3,6 +3,7 @@
 
     python scripts/hf.py import HF_DIR OUT [--config CONFIG] [--tokenizer PATH] [--dtype float32|bfloat16|float16]
     python scripts/hf.py export RUN_OR_CHECKPOINT OUT [--step N] [--shard-gb 5] [--dtype float32|bfloat16] [--ema]
+        [--max-positions N]
 
 Import writes OUT/config.toml, with which ./scripts/run_train.sh starts from the weights, and prints its [model]; export writes a folder
 for transformers.AutoModelForCausalLM, also while the run goes on. Downloads nothing, reads and writes only safetensors; OUT appears when it

@@ -30,7 +30,7 @@ Forms the quorums of a job of replica groups. A number after the last semicolon 
 
   --min_replicas N           required: the fewest groups of a quorum, healing ones included
   --bind HOST:PORT           default [::]:29510 with a token or --insecure, else loopback; port 0: a free one
-  --join_timeout_ms MS       how long the oldest request of a previous member (else of any group) waits for live groups without one; 60000
+  --join_timeout_ms MS       how long the oldest request of a previous member (else of any group) waits for live groups; 60000
   --quorum_tick_ms MS        interval between two checks of the waiting requests; 100
   --heartbeat_timeout_ms MS  silence after which a group is lost; must equal the groups' fault_tolerance.heartbeat_timeout_s; 5000
   --heal_grace_s S           wait of the others for a state that is arriving; must equal the groups' fault_tolerance.heal_grace_s; 30
