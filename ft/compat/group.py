@@ -229,21 +229,15 @@ class TorchftConnection(LighthouseConnection):
 
     _ids = QuorumIds()
 
-    async def _ask(self, call: m.Call) -> None:
-        event: m.Event | None = None
-        while event is None:
-            try:
-                member = encode_member(call.member, self._ids)
-                quorum, self._ids = decode_quorum(await ask_quorum(self._channel, self._metadata, member, self.call_s))
-                # torchft's lighthouse never requires a checkpoint to be loaded
-                is_new_job = all(member.void for member in quorum.members)
-                event = m.LighthouseRequiresRestore(0) if is_new_job else m.LighthouseAnswered(quorum)
-            except grpc.RpcError as error:  # noqa: PERF203 (a try takes two minutes)
-                if error.code() != grpc.StatusCode.DEADLINE_EXCEEDED:  # then it waits for other groups
-                    event = m.LighthouseFailed(status_of(error))
-            except ValueError as error:
-                event = m.LighthouseRefused(call.member.replica_id, "FAILED_PRECONDITION", str(error))
-        self._on_event(event)
+    async def _request_quorum(self, call: m.Call) -> m.Event:
+        member = encode_member(call.member, self._ids)
+        try:
+            quorum, self._ids = decode_quorum(await ask_quorum(self._channel, self._metadata, member, self.call_s))
+        except ValueError as error:
+            return m.LighthouseRefused(call.member.replica_id, "FAILED_PRECONDITION", str(error))
+        # torchft's lighthouse never requires a checkpoint to be loaded
+        is_new_job = all(member.void for member in quorum.members)
+        return m.LighthouseRequiresRestore(0) if is_new_job else m.LighthouseAnswered(quorum)
 
     async def _keep_open(self, replica_id: str, settled: Callable[[], int], is_stopped: Callable[[], bool]) -> None:
         """Sends heartbeats, each in a call of its own, as there is no stream; the lighthouse sends nothing but replies."""

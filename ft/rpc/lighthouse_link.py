@@ -89,7 +89,18 @@ class LighthouseConnection:
         self._request = self._spawn(ask())
 
     async def _ask(self, call: m.Call) -> None:
-        """Sends a quorum request, and feeds the event of its answer or failure."""
+        """Feeds the event of an answer or failure. A request that reaches its timeout waits for other groups, and is sent again."""
+        event: m.Event | None = None
+        while event is None:
+            try:
+                event = await self._request_quorum(call)
+            except grpc.RpcError as error:  # noqa: PERF203 (a try takes two minutes)
+                if error.code() != grpc.StatusCode.DEADLINE_EXCEEDED:
+                    event = m.LighthouseFailed(status_of(error))
+        self._on_event(event)
+
+    async def _request_quorum(self, call: m.Call) -> m.Event:
+        """Sends a quorum request, and returns the event of its answer or refusal. Raises grpc.RpcError."""
         raise NotImplementedError
 
     def open_stream(
@@ -132,24 +143,18 @@ class PharosConnection(LighthouseConnection):
         self._stream: Any = None  # the open stream, once its hello is sent
         self._writing = asyncio.Lock()
 
-    async def _ask(self, call: m.Call) -> None:
-        static_quorum = self._static_quorum
-        request = pharos_pb2.QuorumRequest(
-            call=codec.to_message(call), static_quorum_id=static_quorum.id
-        ).SerializeToString()
-        event: m.Event | None = None
-        while event is None:
-            try:
-                reply = await self._unary("/pharos.Lighthouse/Quorum", request, self.call_s)
-                event = self._read(codec.parse(pharos_pb2.QuorumReply, reply), static_quorum)
-            except grpc.RpcError as error:  # noqa: PERF203 (a try takes two minutes)
-                if refusal := _REFUSALS.get(error.code()):
-                    event = m.LighthouseRefused(call.member.replica_id, refusal, str(error.details()))
-                elif error.code() != grpc.StatusCode.DEADLINE_EXCEEDED:  # then it waits for other groups
-                    event = m.LighthouseFailed(status_of(error))
-            except ValueError as error:
-                event = m.LighthouseFailed(str(error))
-        self._on_event(event)
+    async def _request_quorum(self, call: m.Call) -> m.Event:
+        static_quorum, message = self._static_quorum, codec.to_message(call)
+        request = pharos_pb2.QuorumRequest(call=message, static_quorum_id=static_quorum.id).SerializeToString()
+        try:
+            reply = await self._unary("/pharos.Lighthouse/Quorum", request, self.call_s)
+            return self._read(codec.parse(pharos_pb2.QuorumReply, reply), static_quorum)
+        except grpc.RpcError as error:
+            if refusal := _REFUSALS.get(error.code()):
+                return m.LighthouseRefused(call.member.replica_id, refusal, str(error.details()))
+            raise
+        except ValueError as error:
+            return m.LighthouseFailed(str(error))
 
     def _read(self, reply: pharos_pb2.QuorumReply, static_quorum: codec.StaticQuorum) -> m.Event:
         which = reply.WhichOneof("answer")
