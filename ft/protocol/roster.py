@@ -96,6 +96,7 @@ class Roster:
         self.claims_expired = False
         self.takeover_until_s = -math.inf  # end of an operator's TakeOver order
         self.by_last_message: OrderedDict[str, None] = OrderedDict()  # healthy ids, longest silent first
+        self.heard_since_s = -math.inf  # since then at least one id has been healthy
         self._healthy: dict[str, None] = {}  # candidates, and ids that become candidates when they request a quorum
         self.healthy_members: dict[str, None] = {}  # healthy members of the previous quorum, with or without a request
         # Healthy ids with a waiting request that do not sit out. This, `present` and `previous_holders`: in the order of the requests.
@@ -153,6 +154,8 @@ class Roster:
     def heard_from(self, replica_id: str, kind: Kind, now_s: float) -> Peer:
         """Records the time of a message of this id, and counts the id as healthy."""
         back = replica_id not in self.by_last_message
+        if not self.by_last_message:
+            self.heard_since_s = now_s
         peer = self.peers.get(replica_id)
         if peer is None:
             peer = self.peers[replica_id] = Peer(kind, now_s)
@@ -213,11 +216,14 @@ class Roster:
         return bool(self.claims) and not (self.claims_expired or now_s < self.takeover_until_s)
 
     def may_be_taken_over(self, now_s: float, takeover_s: float | None) -> bool:
-        """True when no claim to the state exists, or all claimants were silent for takeover_s."""
+        """True when no claim to the state exists, or all claimants were silent for takeover_s while others were heard."""
         return not self.claims_bind(now_s) or self._all_silent(now_s, takeover_s)
 
     def _all_silent(self, now_s: float, takeover_s: float | None) -> bool:
-        return takeover_s is not None and now_s - max(map(self._seen_at_s, self.claims.values())) >= takeover_s
+        """A time in which no id at all was heard says nothing about the claimants: the lighthouse itself may have been cut off."""
+        if takeover_s is None or not self.by_last_message:
+            return False
+        return now_s - max(self.heard_since_s, *map(self._seen_at_s, self.claims.values())) >= takeover_s
 
     def _seen_at_s(self, claim: Claim) -> float:
         return self.peers[claim.replica_id].seen_at_s if claim.replica_id in self.peers else claim.seen_at_s
@@ -391,6 +397,7 @@ class Roster:
             peer.seen_at_s, peer.called_at_s = min(peer.seen_at_s + gap_s, now_s), min(peer.called_at_s + gap_s, now_s)
         for claim in self.claims.values():
             claim.seen_at_s = min(claim.seen_at_s + gap_s, now_s)
+        self.heard_since_s = min(self.heard_since_s + gap_s, now_s)
         self.no_longer_members = {i: min(since_s + gap_s, now_s) for i, since_s in self.no_longer_members.items()}
 
 

@@ -15,7 +15,7 @@ from zlib import crc32
 
 from ft.protocol import messages as m
 from ft.protocol.compare import DIGEST_WORDS, as_sent
-from ft.protocol.step import StepConfig, Tail
+from ft.protocol.step import Phase, StepConfig, Tail
 from tests.simulator.probes import Prober
 from tests.simulator.trainer import Trainer
 
@@ -530,6 +530,8 @@ class RankNode:
         self.trainer.goes_on()
 
     def _commit(self, effect: m.CommitStep) -> None:
+        if self.machine.phase is Phase.STOPPED:
+            return  # effect Stop follows, at which the Manager raises Stopped before the trainer applies this step
         sums = self._held.pop(effect.step) if effect.held else self._sums
         assert self.weights is not None, f"{self.process.name} commits on a void state"
         self._kept = NOTHING
