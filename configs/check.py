@@ -6,6 +6,7 @@ check(); `open_data` raises what only tokenising can find."""
 
 from __future__ import annotations
 
+import errno
 import io
 import math
 import os
@@ -307,6 +308,10 @@ def _existing(config: RunConfig) -> Iterator[tuple[str, Path]]:
         path = Path(os.path.normpath(path))  # ".." of a folder that is not there yet
         with readable(setting):
             there = next((each for each in (path, *path.parents) if exists(each)), None)
+            if there:  # below a folder that does not exist yet, a name that is too long is not found out
+                longest = max((len(os.fsencode(part)) for part in path.relative_to(there).parts), default=0)
+                if longest > os.pathconf(there, "PC_NAME_MAX"):
+                    raise OSError(errno.ENAMETOOLONG, os.strerror(errno.ENAMETOOLONG), str(path))
         if there and there not in seen:
             seen.add(there)
             yield setting, there
