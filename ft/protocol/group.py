@@ -351,10 +351,10 @@ class GroupMachine:
 
     def _decide(self, outcome: Outcome) -> None:
         key = outcome.key
-        self._pending_commit = None
-        if outcome.kind == "healed":
+        if outcome.kind == "healed":  # a commit that is held back stays so
             self._healed = outcome.verdict == "yes"
         else:
+            self._pending_commit = None
             outcome = replace(outcome, healed=True) if self._healed else outcome
             self._decided = max(self._decided, (outcome.step, outcome.attempt))
         self._outcomes[key] = outcome
@@ -425,7 +425,8 @@ class GroupMachine:
         stall_s, joining_s = self.config.times.stall_s, self._joining_since_s
         if joining_s is not None and self._calling is None and now_s - joining_s >= stall_s:
             self._joining_since_s = None
-            self._end(f"ranks {self.absent} have not requested a quorum within {stall_s:g} s of the others")
+            if self.waiting:  # else all that waited have given up
+                self._end(f"ranks {self.absent} have not requested a quorum within {stall_s:g} s of the others")
         if waits := self.waits(now_s):
             (reason, since_s), beat_s = waits, self.config.times.beat_s
             if now_s - self._told_waits_s >= min(beat_s, WAITS_EVERY_S):

@@ -163,7 +163,7 @@ class Player:
         found = lines(*given, **named) if lines else self.event(name, *given, **named)
         told: dict[str, str] = {}  # a notice that is repeated is told once
         for text in found if isinstance(found, Iterator) else self.told():
-            told.setdefault(text.partition("] ")[2] or text, text)
+            told.setdefault(text.partition("] ")[2] if text[0] == "[" else text, text)
         times = ["", *(text.partition("] ")[0] if text[0] == "[" else "" for text in told.values())]
         texts = [
             text.removeprefix(f"{then}] ") if then else text for then, text in zip(times, told.values(), strict=False)
