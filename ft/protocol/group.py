@@ -9,8 +9,8 @@ Design choices:
   a restart of the lighthouse ends no group. A rank whose quorum_s is set gives up by itself (RankCancelled).
 - A commit is held back while the lighthouse is silent for too long, and fails when a notice says that the others continued without it.
 - A group waits for other groups when all its ranks do, and then tells its ranks so each second: they have requested a quorum, or voted on a
-  commit that is held back, or are in the all-reduce with other groups or past it. If a rank is then asked to leave, the group ends a wait
-  of LEAVE_BEATS heartbeats or more, and releases all ranks at their next quorum request, when they have the same state.
+  commit that is held back, or are in the all-reduce with other groups or past it. If a rank is then asked to leave, the group ends the wait
+  once it has lasted for LEAVE_BEATS heartbeats, and releases all ranks at their next quorum request, when they have the same state.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from ft.protocol.messages import Effect, Event, Notice, Outcome, Quorum, QuorumR
 OUTCOMES_KEPT = 16  # newest outcomes that are remembered; a rank repeats only votes on the newest few
 WAITS_EVERY_S = 1.0  # longest interval between two Waits; to a rank one is valid for three seconds (rpc/clients.py)
 LEAVE_BEATS = 3  # least length of a wait for other groups, in heartbeats, before a request to leave ends it
-_WORST = {"yes": 0, "retry": 1, "failed": 2}  # the highest of the ranks' verdicts decides
+_SEVERITY = {"yes": 0, "retry": 1, "failed": 2}  # the highest of the ranks' verdicts decides
 
 
 @dataclass(frozen=True)
@@ -305,7 +305,7 @@ class GroupMachine:
             return
         votes = self._votes.setdefault(key, {})
         before = votes.get(vote.group_rank)
-        if before is None or _WORST[vote.verdict] >= _WORST[before.verdict]:
+        if before is None or _SEVERITY[vote.verdict] >= _SEVERITY[before.verdict]:
             votes[vote.group_rank] = vote
         all_have = vote.joint or len(votes) == self.config.world_size
         self.reason = f"{'all' if all_have else len(votes)} of the {self.config.world_size} ranks voted on {vote.kind}"
@@ -325,7 +325,7 @@ class GroupMachine:
 
     def _tally_votes(self, key: VoteKey, now_s: float) -> None:
         votes = [self._votes[key][rank] for rank in sorted(self._votes[key])]
-        worst = max(votes, key=lambda vote: _WORST[vote.verdict])
+        worst = max(votes, key=lambda vote: _SEVERITY[vote.verdict])
         outcome = Outcome(
             kind=worst.kind,
             quorum_id=worst.quorum_id,
