@@ -32,6 +32,7 @@ from ft.rpc.driver import Driver, now_s
 from ft.rpc.generated import pharos_pb2
 from ft.rpc.lighthouse_link import LighthouseConnection, PharosConnection
 from ft.rpc.serving import Outbox, Pending, PendingCalls, Server, refused, stream, unary
+from ft.rpc.stderr_log import log_to_stderr
 
 TICK_S = 0.5
 # Interval of checks while a trainer is stopped: one that is stopped for short times only must get a heartbeat through in between.
@@ -460,7 +461,9 @@ async def run(settings: Settings, parent: asyncio.Future[None], say: Callable[[s
     finally:
         ticks.cancel()
         if over.done() and over.result():
-            # the parent last, since this process ends with it
+            # the log first and the parent last, since this process ends with it
+            for handler in logging.getLogger().handlers:
+                handler.flush()
             for process in sorted(service.processes.values(), key=lambda process: process.pid == settings.parent):
                 process.send(signal.SIGKILL)
         await service.close()
@@ -469,7 +472,7 @@ async def run(settings: Settings, parent: asyncio.Future[None], say: Callable[[s
 
 
 def main() -> int:
-    logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s group server: %(message)s")
+    log_to_stderr("group server")
 
     async def until_eof(settings: Settings) -> str:
         """Runs until stdin is closed: the parent has the pipe's other end, which the kernel closes however the parent ends."""

@@ -22,19 +22,21 @@ from ft.rpc.lighthouse_flags import LighthouseOptions, complain, read_options
 from ft.rpc.lighthouse_service import LighthouseService
 from ft.rpc.serving import Server
 from ft.rpc.state_file import StateFileWriter, TakenOver, reserved
+from ft.rpc.stderr_log import log_to_stderr
 
 log = logging.getLogger("pharos.lighthouse")
 
 
 def main(argv: Sequence[str]) -> int:
-    logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s lighthouse: %(message)s")
-    logging.getLogger("aiohttp").setLevel(logging.WARNING)
     try:
-        asyncio.run(_run(read_options(argv)))
+        options = read_options(argv)
+        log_to_stderr("lighthouse")
+        logging.getLogger("aiohttp").setLevel(logging.WARNING)
+        asyncio.run(_run(options))
     except ValueError as error:
         return complain(error)
     except TakenOver as error:
-        print(f"lighthouse: {error}: this one ends", file=sys.stderr)
+        log.error("%s: this one ends", error)
         return 1
     return 0
 
@@ -67,7 +69,7 @@ def _say_where(options: LighthouseOptions, port: int) -> None:
         who = "this machine only, since there is no token (--token_file FILE or --insecure opens it to others)"
     where = " and ".join(str(Endpoint(at.host, port)) for at in options.at)
     state = f"state in {options.state}" if options.state else "no state file"
-    print(f"lighthouse: listens on {where} for {who}; {state}", file=sys.stderr)
+    log.info("listens on %s for %s; %s", where, who, state)
     print(_address(Endpoint(options.at[0].host, port), options.access), flush=True)
 
 

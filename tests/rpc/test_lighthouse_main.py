@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import signal
 import socket
-from contextlib import closing
+import subprocess
+import sys
+from contextlib import closing, suppress
 from functools import partial
 from pathlib import Path
 
@@ -14,9 +17,10 @@ import grpc
 import pytest
 
 from ft.protocol import messages as m
-from ft.rpc import codec, lighthouse_flags, lighthouse_main, state_file
+from ft.rpc import codec, lighthouse_flags, lighthouse_main, state_file, stderr_log
+from ft.rpc.generated import pharos_pb2
 from tests.rpc.test_abuse import Running
-from tests.rpc.wire import TOKEN, WAIT_S, Stream, Wire, quorum_of, refused
+from tests.rpc.wire import ROOT, TOKEN, WAIT_S, Stream, Wire, quorum_of, refused
 
 N = ["--min_replicas", "1"]
 
@@ -121,6 +125,41 @@ def test_from_start_to_end_with_token_page_and_state(tmp_path: Path):
         stream.close()
         wire.close()
     assert one.process.stdout and one.process.stdout.read() == f"http://{one.page}\nFalse\n", "its page; no torch"
+
+
+def test_a_stderr_that_nobody_reads_holds_up_no_call_and_no_end(tmp_path: Path):
+    """What does not fit is dropped, and its number is told once somebody reads again."""
+    os.mkfifo(path := tmp_path / "stderr")
+    reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # does not wait for a writer
+    filler, writer = os.open(path, os.O_WRONLY | os.O_NONBLOCK), os.open(path, os.O_WRONLY)
+    os.set_blocking(reader, True)
+
+    def fill() -> None:
+        with suppress(BlockingIOError):
+            while True:
+                os.write(filler, bytes(4096))
+
+    fill()
+    flags = [*N, "--bind", "127.0.0.1:0", "--http", "none"]
+    command = [sys.executable, "-m", "ft.rpc.lighthouse_main", *flags]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=writer, text=True, cwd=ROOT)
+    assert process.stdout
+    wire = Wire(process.stdout.readline().strip())
+    evict = partial(wire.send, "/pharos.Lighthouse/Evict", pharos_pb2.Evict(replica_id="a:1").SerializeToString())
+    for _ in range(stderr_log.MAX_MESSAGES + 3):
+        evict()
+    text = b""
+    while b" messages before the next are missing" not in text:
+        evict()
+        text += os.read(reader, 1 << 16)
+    fill()
+    evict()
+    wire.close()
+    process.terminate()
+    assert process.wait(WAIT_S) == 0
+    process.communicate()
+    for end in (reader, filler, writer):
+        os.close(end)
 
 
 def test_its_state_is_where_runs_live(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
