@@ -62,9 +62,9 @@ class Stale(RuntimeError):
 
 class GroupServerProcess:
     """A group's server as a child of this process, the group's rank 0. Raises ChildProcessError if it cannot start. It ends when this
-    process dies, by two means: the pipe to its stdin, and, if the main thread started it, the kernel's parent-death signal (sent when the
-    *thread* that started the child ends, so no other thread may use it). A process that this one forks without exec, such as a worker of a
-    DataLoader, also has the pipe, and keeps it open: then only the signal is left."""
+    process dies, by three means: the pipe to its stdin; if the main thread started it, the kernel's parent-death signal (sent when the
+    *thread* that started the child ends, so no other thread may use it); and its watch of each rank's process, which begins with the rank's
+    stream. A process that this one forks without exec, such as a DataLoader's worker, keeps the pipe open: then the other two are left."""
 
     def __init__(self, settings: Settings) -> None:
         main = threading.current_thread() is threading.main_thread()

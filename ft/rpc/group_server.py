@@ -133,6 +133,18 @@ class Process:
             with suppress(OSError):
                 self._handle = os.pidfd_open(pid)
 
+    def when_ended(self, do: Callable[[], None]) -> None:
+        """Makes the running loop call `do` when the process has ended. Without a pidfd it is not called."""
+        if (handle := self._handle) is None:
+            return
+        loop = asyncio.get_running_loop()
+
+        def readable() -> None:
+            loop.remove_reader(handle)
+            do()
+
+        loop.add_reader(handle, readable)
+
     def is_stopped(self) -> bool:
         """True when stopped by SIGSTOP or a debugger. False if that cannot be determined."""
         return self._status().get("State", "")[:1] in ("T", "t")
@@ -286,6 +298,7 @@ class GroupService:
             if self._drained and rank not in self.processes:  # the drain order came before this rank's stream
                 process.send(signal.SIGTERM)
             self.processes[rank] = process
+            process.when_ended(outbox.end)  # a child that it has forked, such as a DataLoader's, keeps the stream open
         try:
             self.driver.feed(m.RankStream(rank, open=True))
             while (data := await outbox.read()) is not None:

@@ -151,23 +151,31 @@ def test_a_lost_group_returns_under_a_new_id_and_a_clean_one_leaves(team: Callab
 
 
 def test_a_rank_that_dies_takes_its_group_along(team: Callable[..., Team]):
+    """Also if a child that it has forked lives on, with its end of the stream."""
     a = team("a")
     program = (
-        f"import sys, time; sys.path.insert(0, {str(ROOT)!r})\n"
+        f"import os, sys, threading; sys.path.insert(0, {str(ROOT)!r})\n"
         "from ft.rpc.clients import GroupClient\n"
-        "heard = lambda notice: print('heard', flush=True)\n"
-        "GroupClient(sys.argv[1], int(sys.argv[2])).watch(heard, print)\n"
-        "time.sleep(60)\n"
+        "heard = threading.Event()\n"
+        "GroupClient(sys.argv[1], int(sys.argv[2])).watch(lambda notice: heard.set(), print)\n"
+        "heard.wait()\n"
+        "if os.fork():\n"
+        "    print('heard', flush=True)\n"
+        "sys.stdin.read()\n"
+        "os._exit(0)\n"
     )
     ranks = [
-        subprocess.Popen([sys.executable, "-c", program, a.server.address, str(rank)], stdout=subprocess.PIPE)
+        subprocess.Popen(
+            [sys.executable, "-c", program, a.server.address, str(rank)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        )
         for rank in range(RANKS)
     ]
     for rank in a.ranks:  # a no that the other rank hears, once its stream is open: so the server knows both
         rank.vote(m.Vote(rank.group_rank, "commit", 0, rank.group_rank, 0, "failed"), WAIT_S)
     for process in ranks:
         assert process.stdout and process.stdout.readline() == b"heard\n"
-    os.kill(ranks[1].pid, signal.SIGKILL)
+    ranks[1].kill()
+    ranks[1].wait()
     assert ranks[0].wait(WAIT_S) == -signal.SIGKILL
     for process in ranks:
         process.communicate()
