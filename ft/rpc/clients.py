@@ -74,13 +74,15 @@ class GroupServerProcess:
                 [sys.executable, "-m", "ft.rpc.group_server"],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
+                cwd=ROOT,  # `-m` searches there first
                 env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])},
                 start_new_session=True,
             )
         self.pid = self._process.pid
         assert self._process.stdin and self._process.stdout
         given = asdict(settings) | {"parent": os.getpid() if main else 0}
-        self._process.stdin.write(json.dumps(given, default=os.fspath).encode() + b"\n")  # fspath: for the files of TLS
+        # abspath: the files of TLS may be relative to the working folder of this process
+        self._process.stdin.write(json.dumps(given, default=os.path.abspath).encode() + b"\n")
         self._process.stdin.flush()
         with selectors.DefaultSelector() as selector:  # select() does not support descriptors above 1023
             selector.register(self._process.stdout, selectors.EVENT_READ)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import ssl
@@ -110,13 +111,19 @@ def test_without_tls_nobody_is_heard(lighthouse: Any):
 
 
 @pytest.mark.parametrize("mutual", [False, True])
-def test_a_group_reaches_the_lighthouse_by_its_environment(papers: Papers, mutual: bool):
-    """Its own server has no TLS: its ranks and those of other groups reach it as without."""
+def test_a_group_reaches_the_lighthouse_by_its_environment(
+    papers: Papers, mutual: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Its own server has no TLS: its ranks and those of other groups reach it as without. The ranks' working folder has a package `ft`
+    of its own, and the files' paths are relative to it."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "ft").mkdir()
+    (tmp_path / "ft" / "__init__.py").touch()
     names = {"PHAROS_TLS_CA": "ca.pem"} | (
         {"PHAROS_TLS_CERT": "client.pem", "PHAROS_TLS_KEY": "client.key"} if mutual else {}
     )
     with closing(Running(papers.folder, *papers.flags(mutual=mutual))) as one:
-        files = {name: str(papers.folder / file) for name, file in names.items()}
+        files = {name: os.path.relpath(papers.folder / file) for name, file in names.items()}
         environment = Environment.read({"TORCHFT_LIGHTHOUSE": one.address, **files})
         environment.check(FaultTolerance(enable=True))
         access = Access(tls=environment.tls)
