@@ -71,7 +71,12 @@ class Driver:
                 due_s = self._clock() + self._tick_s
                 # A thread sleeps, since a timer of the loop costs time in each of its iterations, of which a quorum request takes eight:
                 # 3 to 9 % of the time of a quorum of few groups.
-                slept = loop.run_in_executor(None, over.wait, self._tick_s)
+                try:
+                    slept = loop.run_in_executor(None, over.wait, self._tick_s)
+                except (
+                    RuntimeError
+                ):  # the interpreter ends and starts no thread any more; this one, a daemon, ends with it
+                    return await self._broken
                 await asyncio.wait((self._broken, slept), return_when=asyncio.FIRST_COMPLETED)
                 if self._clock() - due_s > self._tick_s:  # this process was stopped: handle arrived messages first
                     await asyncio.sleep(0.01)

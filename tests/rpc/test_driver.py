@@ -81,10 +81,17 @@ def test_an_effect_may_feed_and_its_effects_come_last():
     assert asyncio.run(story()) == ["first", "after first", "fed"]
 
 
-def test_a_fault_of_ours_ends_the_run_whoever_fed_it():
+@pytest.mark.parametrize("late", [False, True])
+def test_a_fault_of_ours_ends_the_run_whoever_fed_it(late: bool):
+    """And nothing else does. late: the interpreter is about to end, and no thread can be started."""
+
     async def story() -> None:
+        if late:
+            await asyncio.get_running_loop().shutdown_default_executor()
         driver = Driver(Echo(), {}, tick_s=1000.0)
         running = asyncio.ensure_future(driver.run())
+        await asyncio.sleep(0)
+        assert not running.done()
         with pytest.raises(AssertionError):
             driver.feed(m.Evict("a"))
         await running
