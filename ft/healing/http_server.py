@@ -33,7 +33,7 @@ from ft.healing.transport import VALIDITY_TOKEN_BYTES, StateOffer, TooManyJoiner
 from ft.protocol import messages as m
 from ft.rpc.access import Access, Endpoint
 
-MAX_CONNECTIONS = 32
+MAX_CONNECTIONS = 32  # a joiner with two sources has two at each; with one source, `heal_streams`
 MAX_HEAD_BYTES = 16 << 10
 MAX_FIELDS = 64
 HEAD_S = 10.0  # timeout of a connection's first request, and of a whole head

@@ -32,7 +32,7 @@ from ft.healing.format import CHUNK_BYTES, chunk_digest
 from ft.protocol import messages as m
 
 VALIDITY_TOKEN_BYTES = 16  # an offer's random token, sent last in a reply: proves that the offer was still valid
-MAX_JOINERS = 64  # joiners that have not received everything
+MAX_JOINERS = 64  # joiners that have not received everything; over HTTP fewer, as each has several of MAX_CONNECTIONS
 MAX_NAMES = 4096  # joiners in all
 
 

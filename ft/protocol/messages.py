@@ -28,7 +28,8 @@ VOID = -1  # step of a group without a complete state: it heals, or waits for an
 # 0 the number is the step itself. Trainers, logs and pages show s, and b where it is not 0. Legal steps (rules.MAX_STEP; int64 in
 # pharos.proto) leave room for 1,024 branches.
 STEPS_PER_BRANCH, MAX_BRANCH = 1 << 30, 1023
-MAX_BEAT_S = 2.0  # longest beat_s: the lighthouse takes a group for silent after 2.5 s
+# longest beat_s: after 2.5 s of silence the lighthouse, whose own beat_s is 1 s, gives a group's name to another that requests it
+MAX_BEAT_S = 2.0
 UNABLE = -1.0  # tokens of a slot in the tail whose group cannot contribute (no valid token, NaN or Inf)
 
 Kind = Literal["pharos", "torchft"]  # protocol of a member, and with it the quorum rules that apply
@@ -217,7 +218,8 @@ class Tick(Event):
 
 
 class Notice(Event):
-    """A message about one generation; a group that is in a different one ignores it. Sent again down a new stream."""
+    """A message about one generation; a group that is in a different one ignores it. Those of the newest generation are sent again when a
+    stream is reopened, by the lighthouse to a group and by the group's server to a rank."""
 
     quorum_id: int
 

@@ -193,7 +193,9 @@ class LighthouseService:
                 why = self.machine.roster.why_it_sits_out(hello.replica_id) or self.machine.reason
                 if self.state_writer and peer and peer.call is None:
                     trouble = f": {self.state_writer.trouble}" if self.state_writer.trouble else ""
-                    why = f"a quorum is answered when the lighthouse's state file is written{trouble}"
+                    why = (
+                        f"the quorum has formed; its answer waits until the lighthouse's state file is written{trouble}"
+                    )
                 if outbox.wait_reason != why:
                     outbox.wait_reason = why
                     outbox.send(pharos_pb2.Down(waits=why[: codec.MAX_LINE]).SerializeToString())

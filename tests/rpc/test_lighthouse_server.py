@@ -291,7 +291,7 @@ def test_who_waits_for_the_disk_is_told_so(house: Any, tmp_path: Path):
             told[-1] = down.waits or told[-1]
             if down.WhichOneof("down") == "beat_answered":
                 break
-    assert told[-1].startswith("a quorum is answered when the lighthouse's state file is written: ")
+    assert told[-1].startswith("the quorum has formed; its answer waits until the lighthouse's state file is written: ")
     folder.mkdir()
     assert pharos_pb2.QuorumReply.FromString(answer.result(WAIT_S)).quorum.quorum_id == 1
     stream.close()
