@@ -82,7 +82,8 @@ def apply_fsdp(
         if axes.size() > 1:
             leader.set_gradient_divide_factor(cast(float, NoDivideFactor()))
         elif DEVICE_TRAITS[mesh.device_type].queues_work:  # saves 1 % of a step; without a clear effect on a CPU
-            leader.set_custom_reduce_scatter(NoOpReduceScatter())
+            group: Any = leader._get_fsdp_state()._fsdp_param_group  # private names, those of torch 2.11 to 2.13
+            leader.set_custom_reduce_scatter(NoOpReduceScatter(group))
         leader.set_force_sum_reduction_for_comms(True)
 
     for module in part.modules():
@@ -151,15 +152,25 @@ def fsdp_param_groups(part: Model, blocks_per_group: int) -> Iterable[list[nn.Mo
 
 
 class NoOpReduceScatter(ReduceScatter):
-    """Reduce-scatter for one rank, whose output is its input. torch allocates first the input, then the output, and copies the one to the
-    other (foreach_reduce of _fsdp_collectives.py); copying a tensor to itself does nothing."""
+    """Reduce-scatter for one rank, whose output is its input: torch copies the one to the other (foreach_reduce of _fsdp_collectives.py,
+    torch 2.11 to 2.13), and copying a tensor to itself does nothing. The order of the streams is that of torch's own output."""
 
-    def __init__(self) -> None:
-        self._buffers: list[Tensor] = []  # the same tensor, for the calls of allocate that are left
+    def __init__(self, group: Any) -> None:
+        """`group`: the FSDPParamGroup that reduces; its streams exist from the first forward on."""
+        self._group = group
+        self._input: Tensor | None = None
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        self._buffers = self._buffers or 2 * [torch.empty(*size, dtype=dtype, device=device)]
-        return self._buffers.pop()
+        """torch calls it twice for each reduction: for the input, then, on the stream of the reduction, for the output."""
+        if self._input is not None:
+            output, self._input = self._input, None
+            return output
+        streams, reduction = torch.get_device_module(device), self._group.comm_ctx.reduce_scatter_stream
+        # torch frees the output while that stream may still cast, add or copy it, which is safe in memory of that stream only
+        with streams.stream(reduction):
+            self._input = torch.empty(*size, dtype=dtype, device=device)
+        streams.current_stream().wait_stream(reduction)  # which may still read what was in this memory before
+        return self._input
 
     def __call__(self, *arguments: Any, **options: Any) -> None:
         raise AssertionError("not called for one rank")

@@ -1,4 +1,4 @@
-"""A step of train.py on a device, as a trace shows it: what makes the host wait."""
+"""A step of train.py on a device: what makes the host wait, as a trace shows it, and in which order streams use memory."""
 
 from __future__ import annotations
 
@@ -7,14 +7,16 @@ import json
 import sys
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from parallelisms.device import DEVICE_TRAITS
+from parallelisms.fsdp import NoOpReduceScatter
 from parallelisms.loss import fp32_addmm
-from tests.gpu.devices import one_device
+from tests.gpu.devices import one_device, spin
 from tests.scripts.tiny_job import ROOT, finished
 
 pytestmark = pytest.mark.timeout(600)
@@ -94,3 +96,25 @@ def test_a_product_is_added_to_what_it_is_written_to() -> None:
     exact = total.double() + a.double() @ b.double()
     fp32_addmm(total, a, b, fused=DEVICE_TRAITS["cuda"].has_fp32_addmm)
     assert (total.double() - exact).norm() < 1e-5 * exact.norm()
+
+
+@one_device
+def test_gradients_of_one_rank_are_not_overwritten_before_they_are_added() -> None:
+    """As torch's foreach_reduce and post_backward use the memory: the gradients of the next unit are written when the host has freed those
+    of this one, and their stream has not yet come to read them."""
+    form: dict[str, Any] = {"dtype": torch.bfloat16, "device": torch.device("cuda")}
+    reduction = torch.cuda.Stream()
+    comm = NoOpReduceScatter(SimpleNamespace(comm_ctx=SimpleNamespace(reduce_scatter_stream=reduction)))
+    values, sums = [1.0, 2.0, 3.0], list[torch.Tensor]()
+    for value in values:
+        gradients = comm.allocate((1 << 22,), **form)
+        gradients.fill_(value)
+        reduction.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(reduction):
+            output = comm.allocate((1 << 22,), **form)
+            assert output is gradients
+            spin(0.1)
+            sums.append(output.float())
+        del gradients, output
+    torch.cuda.synchronize()
+    assert [(float(each.min()), float(each.max())) for each in sums] == [(value, value) for value in values]

@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -287,7 +288,37 @@ def test_one_rank_computes_with_its_parameters_themselves(pool: Pool, dtype: tor
     assert others == (parameters if copied else 0)
 
 
-def test_what_one_rank_sums_is_where_it_was_put() -> None:
-    comm, form = NoOpReduceScatter(), {"dtype": torch.float32, "device": torch.device("cpu")}
-    (first, its_sum), (second, _) = ([comm.allocate((4,), **form) for _ in range(2)] for _ in range(2))  # type: ignore[arg-type]
-    assert its_sum is first and second is not first
+class Stream(torch.cpu.Stream):
+    """A stream that notes for which others it has waited."""
+
+    def __init__(self) -> None:
+        self.waited = list[Any]()
+
+    def wait_stream(self, stream: Any) -> None:
+        self.waited.append(stream)
+
+
+class Allocations(TorchDispatchMode):
+    """The streams on which tensors are allocated."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.streams = list[Any]()
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.streams.append(torch.cpu.current_stream())
+        return op(*args, **(kwargs or {}))
+
+
+def test_what_one_rank_sums_is_where_it_was_put_in_memory_of_the_stream_that_reduces() -> None:
+    """torch frees the sum when that stream has yet to read it, and the backward pass may not write to that memory before."""
+    form: dict[str, Any] = {"dtype": torch.float32, "device": torch.device("cpu")}
+    computes, reduces, made = Stream(), Stream(), list[Tensor]()
+    comm = NoOpReduceScatter(SimpleNamespace(comm_ctx=SimpleNamespace(reduce_scatter_stream=reduces)))
+    for _ in range(2):
+        with torch.cpu.stream(computes), Allocations() as allocations:
+            made.append(comm.allocate((4,), **form))
+        with torch.cpu.stream(reduces):
+            assert comm.allocate((4,), **form) is made[-1]
+        assert allocations.streams == [reduces] and computes.waited == [reduces] * len(made)
+    assert made[0] is not made[1]
