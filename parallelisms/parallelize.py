@@ -111,8 +111,10 @@ class NoPipeline:
 
     @torch.no_grad()
     def evaluate(self, inputs: Tensor, labels: Tensor, document_starts: Tensor | None = None) -> Tensor:
-        """Returns the same term without computing gradients."""
+        """Returns the same term without computing gradients, in eval mode (without dropout)."""
         [model] = self.parts
         more = {} if document_starts is None else {"document_starts": self._shard_sequence(document_starts)}
+        model.eval()
         loss_sum = model(self._shard_sequence(inputs), labels=self._shard_sequence(labels), **more)
+        model.train()
         return loss_sum if self.reports_loss else torch.zeros_like(loss_sum)

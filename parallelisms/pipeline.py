@@ -81,13 +81,18 @@ class Pipeline:
 
     @torch.no_grad()
     def evaluate(self, inputs: Tensor, labels: Tensor, document_starts: Tensor | None = None) -> Tensor:
-        """Runs any number of microbatches, on the same modules, by a runtime for this call."""
+        """Runs any number of microbatches, on the same modules in eval mode, by a runtime for this call."""
         microbatches = range(inputs.shape[0] // self._microbatch_size)
         rows: Table = [
             [(Action(stage, "F", m),) for stage in stages for m in microbatches] for stages in self._stages_by_rank
         ]
         runtime = self._runtime(self._shard_sequence(inputs), rows, backward=False)
-        return self._loss_sum(runtime.eval, inputs, labels, document_starts)
+        for part in self.parts:
+            part.eval()
+        loss_sum = self._loss_sum(runtime.eval, inputs, labels, document_starts)
+        for part in self.parts:
+            part.train()
+        return loss_sum
 
     def _loss_sum(
         self, run: Callable[..., Any], inputs: Tensor, labels: Tensor, document_starts: Tensor | None

@@ -33,13 +33,18 @@ def why_no_text(model: Model) -> str:
 
 
 def sample_text(model: Model, tokenizer: Tokenizer, config: SampleConfig, seq_len: int, device: torch.device) -> str:
-    """Returns what a run prints at its end: the prompt with its continuation, at most `seq_len` tokens, or why there is none, or ""."""
+    """Returns what a run prints at its end: the prompt with its continuation, at most `seq_len` tokens, or why there is none; "" if
+    `sample.tokens` is 0."""
     if reason := why_no_text(model):
         return f"no text sample: {reason}"
     prompt = torch.from_numpy(tokenizer.encode(config.prompt, bos=True)).long().to(device)
     if (length := min(config.tokens, seq_len - prompt.numel())) <= 0:
-        return ""
-    return f"text sample:\n{config.prompt}{tokenizer.decode(generate(model, prompt, config, length=length))}"
+        text = f"no text sample: sample.prompt has {prompt.numel()} tokens with BOS, training.seq_len is {seq_len}"
+        return text if config.tokens else ""
+    model.eval()
+    continuation = tokenizer.decode(generate(model, prompt, config, length=length))
+    model.train()
+    return f"text sample:\n{config.prompt}{continuation}"
 
 
 @torch.no_grad()

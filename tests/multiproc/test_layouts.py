@@ -124,6 +124,7 @@ def alone(pool: Pool) -> Callable[[Case], dict[str, Any]]:
 def layout(**keys: Any) -> ParallelismConfig:
     """By the degrees' short names."""
     names = {
+        "pp": "pipeline_parallel",
         "tp": "tensor_parallel",
         "cp": "context_parallel",
         "shards": "data_parallel_shard",
@@ -265,6 +266,23 @@ def test_weights_that_are_written_after_a_look_are_those_of_the_next_forward(
     case = Case(UNEVEN, layout(**NEVER, **axes))
     for before, after in pool.run(ranks, losses_around_a_write, case):
         assert before != pytest.approx(math.log(61), abs=1e-4) and after == pytest.approx(math.log(61), abs=1e-6)
+
+
+def losses_with_dropout(case: Case) -> list[float]:
+    """This rank's terms of the loss: evaluated, and evaluated and trained twice with dropout after each block."""
+    parallel, tokens = parallelized(case), torch.arange(BATCH * T).view(BATCH, T) % case.vocab
+    before = parallel.evaluate(tokens, tokens).item()
+    for part in parallel.parts:
+        for block in part.layers.values():
+            block.register_forward_hook(lambda block, _, hidden: F.dropout(hidden, 0.5, block.training))
+    return [before, *(run(tokens, tokens).item() for run in 2 * [parallel.evaluate, parallel.forward_backward])]
+
+
+@pytest.mark.parametrize(("ranks", "axes"), [(1, {}), (2, {"pp": 2})])
+def test_a_look_has_no_dropout_and_training_has_it_again(pool: Pool, ranks: int, axes: dict[str, int]) -> None:
+    results = pool.run(ranks, losses_with_dropout, Case(UNEVEN, layout(**axes)))
+    plain, evaluated, trained, again, trained_again = (sum(losses) for losses in zip(*results, strict=True))
+    assert plain == evaluated == again and len({plain, trained, trained_again}) == 3
 
 
 def copies(case: Case) -> tuple[int, int]:

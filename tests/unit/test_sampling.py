@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 
 from models import llama
 from models.contract import Model
-from training.sampling import SampleConfig, draw, generate, why_no_text
+from training.sampling import SampleConfig, draw, generate, sample_text, why_no_text
+from training.tokenizer import ByteTokenizer
 
 
-def small_model() -> llama.Llama:
+def small_model(vocab_size: int = 11) -> llama.Llama:
     model = llama.build(
-        llama.Config(dim=16, n_layers=2, n_heads=2, n_kv_heads=1, hidden_dim=24), vocab_size=11, max_seq_len=40
+        llama.Config(dim=16, n_layers=2, n_heads=2, n_kv_heads=1, hidden_dim=24), vocab_size=vocab_size, max_seq_len=40
     )
     model.init_weights(0)
     return model
@@ -27,6 +29,22 @@ def test_the_same_seed_gives_the_same_text():
     model, prompt = small_model(), torch.tensor([1, 2, 3])
     texts = [list(generate(model, prompt, SampleConfig(seed=seed), length=20)) for seed in (0, 0, 1)]
     assert texts[0] == texts[1] != texts[2] and len(texts[0]) == 20
+
+
+def test_the_sample_of_a_run_has_no_dropout():
+    model, cpu = small_model(ByteTokenizer().vocab_size), torch.device("cpu")
+    plain = sample_text(model, ByteTokenizer(), SampleConfig(prompt="ab"), 40, cpu)
+    model.layers["0"].register_forward_hook(lambda block, _, hidden: F.dropout(hidden, 0.9, block.training))
+    assert plain == sample_text(model, ByteTokenizer(), SampleConfig(prompt="ab"), 40, cpu)
+    assert plain.startswith("text sample:\nab") and model.layers["0"].training
+
+
+def test_a_prompt_that_leaves_no_room_is_named():
+    model, prompt, cpu = small_model(), "abcdefg", torch.device("cpu")
+    assert sample_text(model, ByteTokenizer(), SampleConfig(prompt=prompt), 8, cpu) == (
+        "no text sample: sample.prompt has 8 tokens with BOS, training.seq_len is 8"
+    )
+    assert sample_text(model, ByteTokenizer(), SampleConfig(tokens=0, prompt=prompt), 8, cpu) == ""
 
 
 def test_greedy_text_is_what_uncached_forwards_give():
