@@ -180,7 +180,7 @@ def _check_layouts(config: RunConfig, device_type: str) -> Iterator[str]:
             f"float8.enable = true: parallelism.tensor_parallel_degree = {tp} shards layers, which torchao does not support; "
             "set it to false"
         )
-    ring = parallelism.context_parallel_rotate_method == "ring"
+    ring = cp > 1 and parallelism.context_parallel_rotate_method == "ring"
     if device_type != "cuda" and ring and not config.training.document_mask:
         yield (
             'parallelism.context_parallel_rotate_method = "ring": torch supports it only with CUDA\'s attention kernels, and there is no '

@@ -142,7 +142,7 @@ CASES = [
         ("--training.seq_len=63", "--parallelism.context_parallel_degree=2"),
     ),
     Case("heads that ranks cannot share", "--parallelism.tensor_parallel_degree = 2: must divide model.n_kv_heads = 1; nearest: 1", ("--parallelism.tensor_parallel_degree=2", "--model.n_kv_heads=1")),
-    Case("ring without CUDA", '--parallelism.context_parallel_rotate_method = "ring": torch supports it only with CUDA\'s attention kernels, and there is no CUDA device here; nearest: "allgather"', ("--parallelism.context_parallel_rotate_method=ring",)),
+    Case("ring without CUDA", '--parallelism.context_parallel_rotate_method = "ring": torch supports it only with CUDA\'s attention kernels, and there is no CUDA device here; nearest: "allgather"', ("--parallelism.context_parallel_rotate_method=ring", "--parallelism.context_parallel_degree=2")),
     Case(
         "NCCL without CUDA",
         '--fault_tolerance.process_group = "nccl": reduces only gradients in GPU memory, and here they are in host memory; legal here: "auto", "gloo", "baby_gloo"; nearest: "gloo"',

@@ -230,6 +230,7 @@ def test_float8_needs_its_hardware(capability: tuple[int, int], has: str, monkey
 def test_what_cuda_has_is_not_refused_on_it(folder: Path) -> None:
     cp = "--parallelism.context_parallel_degree=2", "--parallelism.context_parallel_rotate_method=ring"
     assert complaints(folder, *cp, "--training.enable_cpu_offload", world_size=2, device_type="cuda") == []
+    assert complaints(folder, cp[1], device_type="cpu") == []  # without context parallelism nothing reads it
 
 
 @pytest.mark.parametrize(
