@@ -47,7 +47,7 @@ class Precision:
         master, compute, reduce = (str(dtype).removeprefix("torch.") for dtype in dtypes)
         return (
             f"master weights and optimizer {master}; forward and backward {compute}; norms, softmax and loss float32; "
-            f"gradients reduced over ranks in {reduce}"
+            f"gradients reduced over data- and context-parallel ranks in {reduce}"
         )
 
 

@@ -127,7 +127,10 @@ class TrainingConfig:
     deterministic: Annotated[bool, "deterministic kernels only; slower on CUDA"] = False
     dtype: Annotated[Literal["float32", "bfloat16"], "master weights and optimizer state"] = "float32"
     mixed_precision_param: Annotated[Literal["auto", "bfloat16", "float32"], "compute dtype; auto: fastest"] = "auto"
-    mixed_precision_reduce: Annotated[Literal["float32"], "dtype of gradient reductions"] = "float32"
+    mixed_precision_reduce: Annotated[
+        Literal["float32"],
+        "dtype of gradient reductions over data- and context-parallel ranks; tensor-parallel ranks sum those of norms in the compute dtype",
+    ] = "float32"
     loss_chunk_tokens: Annotated[
         int, "tokens per chunk of the loss; 0: none; -1: chosen by device if the vocabulary is large, else 0", ">= -1"
     ] = -1
