@@ -173,15 +173,15 @@ class Run(Components):
         local, on_spike = self.compute_step(assignment), self.config.training.on_spike
         with self.progress.phase("reduce"):
             try:
-                # with "skip" and "rewind" a NaN is summed: all groups see it and leave the step out
-                able = local.finite or on_spike != "stop"
-                commit = self.manager.commit(self.manager.reduce(local.tokens_per_slot, local.loss_sum, able))
+                # False: this group's sums are left out of the step. With "skip" and "rewind" a NaN is summed, and all groups leave it out
+                contributes = local.finite or on_spike != "stop"
+                commit = self.manager.commit(self.manager.reduce(local.tokens_per_slot, local.loss_sum, contributes))
             except Stopped as stopped:
                 raise self.nonfinite(local) if not local.finite else stopped from None
         if commit is None:  # ft/gradients.py keeps this group's own gradients for the retry
             self.optimizer.zero_grad()
             return False
-        error = None if able else self.nonfinite(local, "is committed without this group")
+        error = None if contributes else self.nonfinite(local, "is committed without this group")
         if error and not self.world.global_rank:
             self.log.warning("%s", error)  # the other groups go on, and its slots come again, MAX_UNABLE times in all
         step = self.manager.step  # exceeds assignment.step + 1 if this group has healed meanwhile
