@@ -28,7 +28,11 @@ class ModelConfig:
 
     name: Annotated[str, "name of the model: models/<name>.py"] = "llama"
     tokenizer_path: Annotated[str, 'a tokenizer.json, or "" for the built-in bytes (256 + BOS, EOS, PAD)'] = ""
-    vocab_size: Annotated[int, "rows of the embedding; 0: the tokenizer's; larger: divisible by more ranks", ">= 0"] = 0
+    vocab_size: Annotated[
+        int,
+        "rows of the embedding and the head; 0: as many as the tokenizer has ids; more: unused rows, to make the number divisible by ranks",
+        ">= 0",
+    ] = 0
 
     def check(self) -> None:
         """Raises ValueError ("model.key = value: ...") if the sizes are inconsistent."""

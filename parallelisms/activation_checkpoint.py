@@ -82,7 +82,8 @@ def apply_activation_checkpoint(part: Model, config: ActivationCheckpointConfig)
 
 
 def _with_checkpointing(forward: Callable[..., Any], options: dict[str, Any]) -> Callable[..., Any]:
-    def with_checkpoint(*args: Any, **kwargs: Any) -> Any:  # a function, since torch.compile starts at a frame
+    # a Python function, not a functools.partial: torch.compile compiles Python frames
+    def with_checkpoint(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():  # no recomputation; and a block that appends to a cache cannot be traced
             return forward(*args, **kwargs)
         return checkpoint(forward, *args, use_reentrant=False, **options, **kwargs)

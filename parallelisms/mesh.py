@@ -67,8 +67,8 @@ class ParallelismConfig:
     ] = "headtail"
     context_parallel_rotate_method: Annotated[
         Literal["allgather", "ring"],
-        "allgather: gathers keys and values of the whole sequence, any device; ring: keys and values are sent from rank to rank: torch's "
-        "ring attention (CUDA only), with training.document_mask one of this repository (any device)",
+        "allgather: gathers keys and values of the whole sequence, any device; ring (alltoall in torchtitan): keys and values are "
+        "sent from rank to rank: torch's ring attention (CUDA only), with training.document_mask one of this repository (any device)",
     ] = "allgather"
     expert_parallel_degree: Annotated[
         int, "ranks that divide the experts of a block; divides dp_shard x cp x tp", ">= 1"

@@ -1,7 +1,13 @@
 """Applies the parallel techniques to a model, in this order: pipeline split, loss, float8, tensor, expert and context parallel, activation
-checkpointing, compile, master dtype, FSDP, materialisation, initial values. A technique with a mesh axis of its own also needs, in mesh.py,
-the axis in AXES, ParallelDims with its `coordinate`, and MeshCoordinate, its degree in ParallelismConfig and `degrees`, and, if its ranks
-have different tokens, a place in `data_parallel_mesh`; checks in configs/check.py, tools/explain, and layouts in bench/parity.py."""
+checkpointing, compile, master dtype, FSDP, materialisation, initial values.
+
+A technique with a mesh axis of its own also needs
+- in mesh.py the axis in AXES, its size in ParallelDims, this rank's place in `coordinate` and MeshCoordinate, its degree in
+  ParallelismConfig and `degrees`, and a place in `data_parallel_mesh`, if its ranks have different tokens;
+- checks in configs/check.py;
+- the prediction in tools/explain;
+- layouts in bench/parity.py.
+"""
 
 from __future__ import annotations
 
