@@ -242,6 +242,7 @@ class Manager:
             say_once("should_commit(timeout=...) has no effect: a missing rank or group is noticed, and not waited for")
         if not self._body:
             raise RuntimeError("should_commit without start_quorum")
+        self._backward.close()  # still open if the last backward has raised
         self._decide()
         commit, self._commit, self._body = self._commit, None, False
         return commit is not None

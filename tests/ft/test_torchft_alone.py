@@ -28,7 +28,8 @@ def lighthouse() -> Iterator[LighthouseServer]:
 @pytest.fixture
 def alone(lighthouse: LighthouseServer, request: pytest.FixtureRequest) -> Iterator[Group]:
     """A group of its own job, whose loop is the test's."""
-    group = Group(request.node.name[-64:], A, 0, lighthouse.address())
+    name = request.node.name.replace("[", ".").strip("]")
+    group = Group(name[-64:], A, 0, lighthouse.address())
     group.train()  # of no step
     yield group
     group.manager.shutdown()
@@ -52,18 +53,27 @@ def test_a_second_backward_says_what_to_do(alone: Group):
         alone.backward()
 
 
-def test_a_backward_that_raised_is_none(alone: Group):
+@pytest.mark.parametrize("reports", [True, False])
+def test_a_backward_that_raised_is_none(alone: Group, reports: bool):
+    """The error is reported and the body ends, or the body is left. In both cases its gradients are dropped."""
     alone.optimizer.zero_grad()
     loss = alone.ddp(A)["loss"]
-    alone.model.b.register_hook(fails)
-    with pytest.raises(ZeroDivisionError):
+    hook = alone.model.b.register_hook(fails)
+    with pytest.raises(ZeroDivisionError) as raised:
         loss.backward()
-    alone.model.b._backward_hooks.clear()
-    alone.optimizer.zero_grad()  # the body is left; its gradients are dropped
+    hook.remove()
+    if reports:
+        alone.manager.report_error(raised.value)
+        alone.optimizer.step()
+    alone.optimizer.zero_grad()
     assert alone.manager.current_step() == 0
+    value = torch.tensor([3.0])
+    assert alone.manager.allreduce(value).wait() and value.item() == 3.0
+    with alone.ddp.no_sync():
+        alone.backward()
     alone.backward()
     alone.optimizer.step()
-    assert alone.manager.current_step() == 1 and alone.model.b.tolist() == [[-A] * 2] * 2
+    assert alone.manager.current_step() == 1 and alone.model.b.tolist() == [[-2 * A] * 2] * 2
 
 
 def fails(*_: Any, **__: Any) -> None:
