@@ -442,8 +442,15 @@ class Manager:
     def _reduce_late(self, tensor: Tensor, *, mean: bool) -> GroupWork:
         """Reduces a tensor after the step was decided, without quantisation: a failure affects only the tensor."""
         user = UserAllreduce(tensor, self._late, mean=mean, keep=False, after_buckets=True)
-        user.launch(self._pg, self.num_participants(), contributes=self.is_participating())
-        user.work.get_future().add_done_callback(lambda _: user.forget())
+        reduction = user.launch(self._pg, self.num_participants(), contributes=self.is_participating())
+
+        def give_back(_: object) -> None:
+            if reduction.exception() is None:
+                user.forget()
+            else:
+                user.abandon()  # its engine may still write to the buffer, so that no pool may have it
+
+        user.work.get_future().add_done_callback(give_back)
         return user.work
 
 

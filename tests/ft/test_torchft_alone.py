@@ -12,7 +12,8 @@ import torch.distributed as dist
 
 from ft import LighthouseServer, Manager, ProcessGroupGloo
 from ft.compat import manager as torchft_manager
-from ft.process_groups.base import GroupWork
+from ft.process_groups.base import GroupWork, Operation
+from ft.process_groups.errors import ProcessGroupError
 from tests.ft.torchft_groups import Group
 
 A = 4.0  # the gradient
@@ -110,6 +111,34 @@ def test_means_and_sums_before_and_after_the_backward(alone: Group):
     assert manager.current_step() == 1
     manager.start_quorum()
     assert manager.allreduce(torch.ones(1)).get_future().wait()[0].item() == 1.0
+
+
+def test_a_sum_that_fails_after_the_step_leaves_its_memory_alone(lighthouse: LighthouseServer):
+    """Its engine may write to that memory for a while yet: the next sum of its size takes another."""
+    sums: list[torch.Tensor] = []
+
+    class Fails(ProcessGroupGloo):
+        def launch(self, operation: Operation) -> dist.Work:
+            if operation.outputs()[0].numel() != 7:
+                return super().launch(operation)
+            sums.extend(operation.outputs())
+            work = GroupWork("AllReduce", operation.outputs())
+            work.end(ProcessGroupError("interrupted") if len(sums) == 1 else None)
+            return work
+
+    given = {"lighthouse_addr": lighthouse.address(), "replica_id": "late", "dies_with_group": False}
+    manager = Manager(Fails(), None, None, 1, **given)
+    manager.start_quorum()
+    manager.backward_begins()
+    manager.backward_ended()
+    values = [torch.full((7,), float(number)) for number in range(3)]
+    for value in values:
+        assert manager.allreduce(value).wait()
+    assert [value[0].item() for value in values] == [0.0, 1.0, 2.0]
+    first, second, third = (memory.data_ptr() for memory in sums)
+    assert first != second == third
+    assert manager.should_commit()
+    manager.shutdown()
 
 
 def test_a_step_that_holds_and_was_not_taken_is_counted(alone: Group, caplog: pytest.LogCaptureFixture):
