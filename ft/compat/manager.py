@@ -320,26 +320,33 @@ class Manager:
 
     def wrap_future(self, fut: Future[T], default: T, timeout: timedelta | None = None) -> Future[T]:
         """Returns a future that never fails: if `fut` fails or takes longer than `timeout`, it has `default`, and the error is reported."""
+
+        def result_of(ended: Future[T]) -> T:
+            try:
+                return ended.value()
+            except Exception as error:  # noqa: BLE001 (any failure of the user's future)
+                self.report_error(error)
+                return default
+
+        if timeout is None or fut.done():
+            # `then` keeps the devices: a future of NCCL is done once its kernel is queued, and whoever waits for it waits on a stream
+            return fut.then(result_of)
         wrapped: Future[T] = Future()
         claim = threading.Lock()
 
-        def end(ended: Future[T] | None) -> None:
-            if not claim.acquire(blocking=False):
-                return
-            try:
-                if ended is None:
-                    raise TimeoutError(f"the future has no value after {timeout}")
-                result = ended.value()
-            except Exception as error:  # noqa: BLE001 (any failure of the user's future)
-                self.report_error(error)
-                result = default
-            wrapped.set_result(result)
+        def end(ended: Future[T]) -> None:
+            if claim.acquire(blocking=False):
+                timer.cancel()
+                wrapped.set_result(result_of(ended))
 
-        if timeout is not None:
-            timer = threading.Timer(timeout.total_seconds(), end, (None,))
-            timer.daemon = True
-            timer.start()
-            fut.add_done_callback(lambda _: timer.cancel())
+        def late() -> None:
+            if claim.acquire(blocking=False):
+                self.report_error(TimeoutError(f"the future has no value after {timeout}"))
+                wrapped.set_result(default)
+
+        timer = threading.Timer(timeout.total_seconds(), late)
+        timer.daemon = True
+        timer.start()
         fut.add_done_callback(end)
         return wrapped
 

@@ -126,9 +126,26 @@ def test_a_future_that_fails_has_its_default_and_is_reported(manager: Manager):
 
 def test_a_future_that_is_late_is_reported(manager: Manager):
     manager.start_quorum()
-    assert manager.wrap_future(Future[int](), 3, timedelta(milliseconds=10)).wait() == 3
+    late = Future[int]()
+    wrapped = manager.wrap_future(late, 3, timedelta(milliseconds=10))
+    assert wrapped.wait() == 3
     assert isinstance(manager.errored(), TimeoutError)
+    late.set_result(4)
+    assert wrapped.wait() == 3, "it comes too late"
     assert not manager.should_commit()
+
+
+@pytest.mark.parametrize("pending", [True, False])
+def test_a_future_that_ends_within_its_timeout_is_not_reported(manager: Manager, pending: bool):
+    manager.start_quorum()
+    future = Future[int]()
+    if not pending:
+        future.set_result(4)
+    wrapped = manager.wrap_future(future, 3, timedelta(seconds=LIMIT_S))
+    if pending:
+        future.set_result(4)
+    assert wrapped.wait() == 4 and manager.errored() is None
+    assert manager.should_commit()
 
 
 def test_a_quorum_that_does_not_come_in_time():
