@@ -323,7 +323,8 @@ class Manager:
         self._feed(m.Rewind(reason))
         with self._news:  # the effects before this event are those of the state that is given up
             later = [*self._effects][::-1]
-            begin = next(i for i, effect in enumerate(later) if isinstance(effect, m.AbandonGeneration))
+            # Stop: the machine has ended at this commit and takes no further event
+            begin = next(i for i, effect in enumerate(later) if isinstance(effect, m.AbandonGeneration | m.Stop))
             self._effects = deque(later[begin::-1])
         self._carry_out_effects(until=lambda: True)
         self.may_exit = self._leaves  # not because this was the last step

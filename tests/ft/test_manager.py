@@ -555,6 +555,24 @@ def test_of_two_groups_nobody_can_tell_and_both_stop(goes_wrong: Callable[[Rank,
             assert max(rank.weights) == 3, "the step that found it is not committed"
 
 
+def test_whose_weights_went_wrong_may_leave_and_then_goes_back_to_no_checkpoint():
+    """The wrong weight makes its loss a spike in the step that compares them."""
+
+    def at(rank: Rank, step: int) -> None:
+        flips_a_bit(rank, step)
+        if rank.name == "a" and step == 4:
+            rank.manager.rewind("step 4 was a spike", partial(pytest.fail, "it has ended"))
+
+    with job(min_replicas=3) as made:
+        options = {"digest_interval": 2, "leave_if_divergent": True}
+        a, b, c = (made.group(name, steps=10, together=3, at=at, options=options)[0] for name in "abc")
+        error = a.join().error
+        assert isinstance(error, Stopped) and "on_corruption is leave" in str(error)
+        del a.weights[4]  # made of the wrong ones
+        b.kill()  # they are too few
+        c.kill()
+
+
 def test_a_writer_that_went_wrong_in_the_last_step_is_replaced():
     """Else every group would wait for ever for another one to save it."""
 
