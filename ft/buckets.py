@@ -22,7 +22,8 @@ from torch import Tensor, nn
 from ft.process_groups import shared as shared_memory
 
 ALIGN_BYTES = 64  # alignment of a gradient in its bucket: a cache line, and enough for vector instructions and NCCL
-TAIL_ELEMENTS = 1 << 14  # most elements of the tail, which has one per slot, and a few more
+# most elements of the tail, which has one per slot, two per group (config.MAX_SLOTS), and a few more
+TAIL_ELEMENTS = 1 << 15
 BUCKET_BYTES = 25 << 20  # most bytes of a bucket of several gradients
 LAST_BUCKET_GRADIENT_BYTES = 64 << 10  # most bytes of a gradient in the tail's bucket
 LAST_BUCKET_BYTES = 1 << 20  # most bytes of all gradients in it

@@ -15,6 +15,9 @@ from typing import Annotated, Any, Literal
 from ft.protocol.messages import MAX_BEAT_S, Timeouts
 from ft.rpc.access import Endpoint, Tls, check_scheme, find_tls, find_token
 
+# most slots of a step, and most groups: the tail has a number for each slot, and a digest of each group (buckets.TAIL_ELEMENTS)
+MAX_SLOTS = 1 << 13
+
 
 @dataclass(frozen=True)
 class Schedule:
@@ -93,6 +96,7 @@ class FaultTolerance:
         "with keep_global_batch: slots of a step, assigned to the groups in turns; further groups are spares; "
         "0: as many as NUM_REPLICA_GROUPS",
         ">= 0",
+        f"<= {MAX_SLOTS}",
     ] = 0
     deterministic_reduce: Annotated[
         bool,
@@ -309,7 +313,7 @@ class Environment:
 
     lighthouse: str = _variable("TORCHFT_LIGHTHOUSE", _address, "")  # http://host:port
     replica_group_id: str = _variable("REPLICA_GROUP_ID", group_name, "")  # the group's name
-    num_replica_groups: int | None = _variable("NUM_REPLICA_GROUPS", _whole(1))
+    num_replica_groups: int | None = _variable("NUM_REPLICA_GROUPS", _whole(1, MAX_SLOTS))
     token: str = field(default="", repr=False)  # PHAROS_TOKEN, or in PHAROS_TOKEN_FILE
 
     group_rank: int = _variable("RANK", _whole(0), 0)

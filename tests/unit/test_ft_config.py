@@ -143,7 +143,7 @@ def test_what_a_launcher_sets():
     [
         ("TORCHFT_LIGHTHOUSE", "head", "TORCHFT_LIGHTHOUSE = head: must be http://HOST:PORT"),
         ("REPLICA_GROUP_ID", "left:2/x", "REPLICA_GROUP_ID = left:2/x: .*name must be 1 to 64 .*; nearest: left_2_x$"),
-        ("NUM_REPLICA_GROUPS", "0", "NUM_REPLICA_GROUPS = 0: must be from 1 to .*; nearest: 1$"),
+        ("NUM_REPLICA_GROUPS", "0", "NUM_REPLICA_GROUPS = 0: must be from 1 to 8192; nearest: 1$"),
         ("RANK", "one", "RANK = one: must be a whole number$"),
         ("RANK", "1", "RANK = 1: must be below WORLD_SIZE = 1$"),
         ("LOCAL_RANK", "-1", "LOCAL_RANK = -1: must be from 0 to .*; nearest: 0$"),

@@ -6,7 +6,10 @@ import pytest
 import torch
 from torch import nn
 
+from ft.buckets import TAIL_ELEMENTS
+from ft.config import MAX_SLOTS
 from ft.gradients import Gradients
+from ft.protocol.compare import DIGEST_WORDS
 from tests.unit.gradient_groups import Member, World, assert_sums, fail, finish, linear, members, open_all, used
 
 # ---------------------------------------------------------------------------------------------- sums
@@ -101,8 +104,9 @@ def test_without_parameters_only_the_tail_goes():
 def test_a_tail_that_is_too_long():
     [member] = members(1)
     open_all([member])
-    with pytest.raises(RuntimeError, match="the tail has 20000 numbers"):
-        member.gradients.launch_remaining([0.0] * 20_000)
+    assert MAX_SLOTS + 3 + DIGEST_WORDS * MAX_SLOTS <= TAIL_ELEMENTS, "the settings' limits are lower"
+    with pytest.raises(RuntimeError, match="the tail has 40000 numbers"):
+        member.gradients.launch_remaining([0.0] * 40_000)
 
 
 # ---------------------------------------------------------------------------------------------- failing, and again
