@@ -130,7 +130,7 @@ class FaultTolerance:
         "> 0",
         "<= 86400",
     ] = 5.0
-    rendezvous_s: Annotated[float, "seconds that groups have to connect to each other", "> 0"] = 10.0
+    rendezvous_s: Annotated[float, "seconds that groups have to connect to each other", "> 0", "<= 86400"] = 10.0
     heal_grace_s: Annotated[
         float, "seconds that others wait for a group whose state is still arriving", "> 0", "<= 86400"
     ] = 30.0
@@ -149,7 +149,9 @@ class FaultTolerance:
         "> 0",
         "<= 86400",
     ] = 60.0
-    collective_s: Annotated[float, "seconds after which a reduction fails, whatever the reason", "> 0"] = 600.0
+    collective_s: Annotated[
+        float, "seconds after which a reduction fails, whatever the reason", "> 0", "<= 2592000"
+    ] = 600.0
     heal_transport: Annotated[
         Literal["http", "pg"],
         "transport of the state to a joining group, the same in all groups; http: from two groups at once, guarded by the job's token; "
@@ -227,6 +229,10 @@ class FaultTolerance:
         if self.heal_transport != "http" and not self.enable:
             alone = "a single group has no other group to heal from"
             yield "heal_transport", f'requires fault_tolerance.enable = true: {alone}; nearest: "http"'
+        ms = round(self.heartbeat_timeout_s * 1000)
+        if ms / 1000 != self.heartbeat_timeout_s:
+            whole = "must be whole milliseconds, as the lighthouse's --heartbeat_timeout_ms is"
+            yield "heartbeat_timeout_s", f"{whole}; nearest: {max(1, ms) / 1000}"
         for key in ("slots_per_step", "deterministic_reduce"):
             if getattr(self, key) and not self.keep_global_batch:
                 requires = "requires fault_tolerance.keep_global_batch = true"

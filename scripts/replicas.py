@@ -372,8 +372,8 @@ def start_lighthouse(
         "--min_replicas": str(settings.min_replica_size),
         "--join_timeout_ms": "5000",
         "--heartbeat_timeout_ms": str(round(settings.heartbeat_timeout_s * 1000)),
-        "--heal_grace_s": f"{settings.heal_grace_s:g}",
-        "--takeover_s": f"{settings.takeover_s:g}" if settings.takeover_s else "never",
+        "--heal_grace_s": str(settings.heal_grace_s),  # to the last digit, which groups compare
+        "--takeover_s": str(settings.takeover_s) if settings.takeover_s else "never",
         "--stall_s": f"{settings.stall_s:g}",
         **({"--num_replica_groups": env["NUM_REPLICA_GROUPS"]} if "NUM_REPLICA_GROUPS" in env else {}),
         "--state_file": str(config.run_folder / "groups" / "lighthouse.json"),

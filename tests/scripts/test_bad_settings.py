@@ -149,6 +149,7 @@ CASES = [
         ("--fault_tolerance.enable", "--fault_tolerance.process_group=nccl"),
     ),
     Case("more slots than a tail has", "--fault_tolerance.slots_per_step = 16382: must be an integer >= 0 and <= 8192", ("--fault_tolerance.slots_per_step=16382",)),
+    Case("longer than a thread can wait", "--fault_tolerance.collective_s = 10000000000.0: must be a number > 0 and <= 2592000", ("--fault_tolerance.collective_s=1e10",)),
     Case("longer than a lighthouse waits", "--fault_tolerance.stall_s = 1000000000.0: must be a number > 0 and <= 86400", ("--fault_tolerance.stall_s=1e9",)),
     Case("offloading without CUDA", "--training.enable_cpu_offload = true: there is no CUDA device here, so parameters are in host memory already; set it to false", ("--training.enable_cpu_offload",)),
     Case("budget without a compiler", '--activation_checkpoint.mode = "memory_budget": requires compile.enable = true, "model" in compile.components and compile.backend = "inductor"; nearest: "selective"', ("--activation_checkpoint.mode=memory_budget",)),

@@ -47,7 +47,7 @@ class Job(Started):
 @pytest.mark.timeout(3 * WAIT_S)
 def test_a_group_dies_and_comes_back_and_all_dead_go_on_from_the_checkpoint(cleanup: ExitStack, tmp_path: Path):
     # the lighthouse has them, too
-    timeouts = ["--fault_tolerance.heartbeat_timeout_s=6", "--fault_tolerance.heal_grace_s=29"]
+    timeouts = ["--fault_tolerance.heartbeat_timeout_s=6", "--fault_tolerance.heal_grace_s=29.000125"]
     job = cleanup.enter_context(closing(Job(tmp_path, "--groups=2", "--training.steps=100000", *timeouts)))
     text = job.until(
         "both take part", lambda text: all(re.search(rf"\[{group}/0 \d+\] step \d+/", text) for group in (0, 1))

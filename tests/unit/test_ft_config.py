@@ -43,6 +43,7 @@ SEMI = dict(enable=True, semi_sync_method="diloco")
         (dict(rendezvous_s=31.0), "fault_tolerance.rendezvous_s = 31: must be below fault_tolerance.heal_grace_s = 30"),
         (dict(heal_grace_s=31.0), "fault_tolerance.heal_grace_s = 31: must not exceed fault_tolerance.takeover_s = 30"),
         (dict(takeover_s=601.0), "fault_tolerance.takeover_s = 601: must not exceed fault_tolerance.collective_s = 600"),
+        (dict(heartbeat_timeout_s=5.0005), "fault_tolerance.heartbeat_timeout_s = 5.0005: must be whole milliseconds, as the lighthouse's --heartbeat_timeout_ms is; nearest: 5.0"),
         (dict(slots_per_step=4), "fault_tolerance.slots_per_step = 4: requires fault_tolerance.keep_global_batch = true"),
         (dict(deterministic_reduce=True), "fault_tolerance.deterministic_reduce = true: requires fault_tolerance.keep_global_batch"),
         (dict(sync_steps=10), 'fault_tolerance.sync_steps = 10: requires fault_tolerance.semi_sync_method = "local_sgd" or "diloco", but it is "none"'),
@@ -71,6 +72,7 @@ def test_settings_that_do_not_fit_each_other(settings: dict[str, object], messag
     "settings",
     [
         dict(heal_grace_s=20.0),
+        dict(heartbeat_timeout_s=4.001),
         dict(stall_s=20.0),  # stall_s is not part of the timeout order
         dict(takeover_s=0.0, heal_grace_s=599.0),
         dict(**SEMI, sync_steps=12, num_fragments=4, fragment_sync_delay=2, fragment_update_alpha=0.5),
