@@ -72,7 +72,9 @@ PHASE_OF: dict[type[m.Effect], str] = {  # effects whose time counts as a phase 
 }
 TICK_S = 0.5  # between two Ticks of a wait
 MISMATCHED_KEPT = 64  # most members with a different fingerprint that are remembered
-PROBE_FRACTION = 0.6  # share of heartbeat_timeout_s after which a peer that answers no probe is unreachable; the rest is the probe's delay
+# share of heartbeat_timeout_s after which a peer that answers no probe is unreachable; the other 0.4 are for the wait before the first
+# probe (Prober.wait_s) and the pause between two checks
+PROBE_FRACTION = 0.6
 CLOSE_S = 1.0  # longest wait of `close` for process groups to end, which takes milliseconds if no thread of gloo is stuck (gloo.form_gloo)
 log = logging.getLogger("pharos.manager")
 
@@ -177,7 +179,8 @@ class Manager:
         self._parts: list[Any] = []  # of the model
         self._trainer_effect: TrainerEffect | None = None  # effect that the trainer has to carry out
         self._is_forming = False  # True: the process group forms while the trainer computes, and `reduce` awaits it
-        self._ahead: m.Compute | None = None  # Compute that the trainer has carried out before the machine requires it
+        # Compute that the trainer carried out while the process group formed; the machine has yet to emit it
+        self._ahead: m.Compute | None = None
         self._zeros_sent = (0, 0)  # quorum ID and step of the newest zeros that `reduce` has launched
         self.quorum_s = options.quorum_s  # may be changed between two steps, as may shrink_only
         self.shrink_only = False  # True: no further group may join in the next quorum

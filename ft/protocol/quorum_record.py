@@ -158,27 +158,30 @@ class QuorumRecord:
         takes_long = {i for i, x in self._reports.items() if now_s - self._phase_since_s[i] < x.phase_limit_s}
         late = [i for i in members_here if i not in waits_too and i not in takes_long]
         wait_starts_s = sorted(waits.values()) or [math.inf]
-        majority_wait_s = wait_starts_s[len(members_here) // 2] if 2 * len(waits) > len(members_here) else math.inf
-        first_wait_s, found = min([*asking_since_s, wait_starts_s[0]]), dict[str, float]()
+        majority_start_s = wait_starts_s[len(members_here) // 2] if 2 * len(waits) > len(members_here) else math.inf
+        first_start_s, found = min([*asking_since_s, wait_starts_s[0]]), dict[str, float]()
         for i in late:
             # if a waiting member was lost and has returned, only the time since member i last advanced counts
             advanced_s = self._phase_since_s.get(i, -math.inf) if returned_since_s else -math.inf
-            waited_s = [now_s - max(at_s, advanced_s) for at_s in (first_wait_s, wait_starts_s[0], majority_wait_s)]
+            waited_s = [now_s - max(at_s, advanced_s) for at_s in (first_start_s, wait_starts_s[0], majority_start_s)]
             if limit_s := self._limit_s(i, *waited_s):
                 found.setdefault(i, limit_s)
         return list(found), f"others waited {next(iter(found.values())):g} s for it" if found else ""
 
-    def _limit_s(self, replica_id: str, first_wait_s: float, member_s: float, majority_wait_s: float) -> float | None:
-        """Returns the limit that a wait for this member has reached, if any. Arguments: the wait of any group, any member, most members."""
+    def _limit_s(
+        self, replica_id: str, longest_s: float, longest_of_members_s: float, majority_s: float
+    ) -> float | None:
+        """Returns the limit that a wait for this member has reached, if any. Arguments: for how long any group, any member, and more than
+        half of the members have waited."""
         if any(x.replica_id == replica_id and x.state != self.quorum.reference for x in self.quorum.members):
-            return self._times.heal_grace_s if member_s >= self._times.heal_grace_s else None
+            return self._times.heal_grace_s if longest_of_members_s >= self._times.heal_grace_s else None
         steps_s = STALL_STEPS * max((report.median_step_s for report in self._reports.values()), default=0.0)
         floor_s, stall_s = max(STALL_FLOOR_S, steps_s), max(self._times.stall_s, steps_s)
         report = self._reports.get(replica_id)
         # the short limit requires that it has made a step: how long its first one takes is not known
-        if report and report.median_step_s > 0 and majority_wait_s >= floor_s:
+        if report and report.median_step_s > 0 and majority_s >= floor_s:
             return floor_s
-        return stall_s if first_wait_s >= stall_s else None
+        return stall_s if longest_s >= stall_s else None
 
     def end_deadlock(self, now_s: float) -> None:
         """Fails the generation if some members request a quorum or have left while all others wait for them in the collective."""

@@ -4,9 +4,9 @@ Every change of an id ends in `update_sets`, which puts that one id into its set
 and a quorum O(N).
 
 Design choices:
-- When an incarnation is gone, the next id of its name ends its claim to the state, but does not become one of `previous_holders`, whose
-  state the job continues from. The same incarnation under a new id ("a:1.1") does. An incarnation counts as gone if its kernel closed the
-  connection, or if it or an operator said so; silence is no proof.
+- When an incarnation is gone, its claim to the state ends as soon as a new id of its name requests a quorum. The new id is none of the
+  `previous_holders`, from whose state the job continues, unless it is the same incarnation under a new id ("a:1.1"). An incarnation counts
+  as gone if its kernel closed the connection, or if it or an operator said so; silence is no proof.
 - An incarnation whose heals fail repeatedly sits out for longer each time, so that it costs the others less and less. A restart resets the
   count, since it may have removed the cause.
 - The join timeout runs from the first request of a *previous* member: a newcomer may have waited for a whole step already, while members

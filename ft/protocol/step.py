@@ -29,7 +29,7 @@ Design choices:
 - A step whose number is a multiple of digest_interval compares the weights before its update. So the weights of a checkpoint of that step
   were compared one update earlier. One rank of each group sees the difference and reports it as `divergent` in a commit vote that is yes;
   the group's outcome has it for all ranks. The step is committed all the same: the steps before it were reduced with the same wrong
-  weights. A group that has healed is no witness before it has been compared. Step 0 has one state only, which is right by definition.
+  weights. A group that has healed is no witness before it has been compared, unless it healed at step 0: all groups begin with that state.
 - Ranks learn that all ranks of the group have the healed state at different points of a step. So they load it at the first outcome that the
   group decides afterwards (Outcome.healed), or at once where they wait only for it, as then all do. While a heal is open, a rank requests
   no quorum before that: else one rank might request it as void, another with the state.
