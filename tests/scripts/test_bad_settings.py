@@ -198,7 +198,7 @@ CASES = [
     Case("a run whose checkpoints are left out", '--checkpoint.enable = false: outputs/run/checkpoint has checkpoints up to step 40, and this launch would begin anew at step 0 and erase the run\'s record; nearest: true, or another --job.name', ("--checkpoint.enable=false",), files=SAVED),
     Case("a run whose checkpoints are elsewhere", '--checkpoint.folder = "other": outputs/run/checkpoint has checkpoints up to step 40, and this launch would begin anew at step 0 and erase the run\'s record; nearest: "checkpoint", or another --job.name', ("--checkpoint.folder=other",), files=SAVED),
     Case("a run's name too long", f'run.toml: job.dump_folder = "./outputs": cannot be read: File name too long (outputs/{LONG})', (f"--job.name={LONG}",), files={"outputs/other/config.toml": GOOD}, nproc=1),
-    Case("a run's name too long, the first run", f'run.toml: job.dump_folder = "./outputs": cannot be read: File name too long (outputs/{LONG})', (f"--job.name={LONG}",), nproc=1),
+    Case("a folder's name too long, the first run", f'--checkpoint.folder = "{LONG}": cannot be read: File name too long (outputs/run/{LONG})', (f"--checkpoint.folder={LONG}",), nproc=1),
     *(  # from Python 3.14 on pathlib takes a path that cannot be looked up for a missing one
         Case(f"{what} that cannot be looked up", f'--{key} = "{LONG}": cannot be read: File name too long ({file})', (*argv, f"--{key}={LONG}"))
         for what, key, file, argv in (
