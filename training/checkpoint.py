@@ -79,12 +79,14 @@ class CheckpointConfig:
     ] = 10
     load_step: Annotated[
         int,
-        "begin from this step at every launch, restarts included: remove it after the first save, which sets aside newer checkpoints "
-        "(step-N.abandoned); -1: resume from the newest intact checkpoint",
+        "begin from this step at every launch, restarts included: remove it after the first save; newer checkpoints are set aside "
+        "(step-N.abandoned) after the first step; -1: resume from the newest intact checkpoint",
         ">= -1",
     ] = -1
     verify_digests: Annotated[bool, "verify the digests of every file before loading"] = True
-    load_only: Annotated[bool, "resume from a checkpoint, but save none"] = False
+    load_only: Annotated[
+        bool, "resume from a checkpoint, and save nothing: no checkpoints, metrics, samples or settings"
+    ] = False
     enable_first_step_checkpoint: Annotated[bool, "also save after step 1, to find storage problems early"] = False
     # true in torchtitan. Here a finished run can be continued by raising training.steps, which is worth the space of a full checkpoint.
     last_save_model_only: Annotated[
@@ -198,8 +200,9 @@ class Checkpointer:
         self._saved_full_step: int | None = None  # step of a full checkpoint of this run: not saved again
         self._damaged: dict[int, str] = {}
         self._stale: set[int] = set()  # newer steps that `load` did not use: damaged, or to be trained again
-        # manifests of checkpoints newer than load_step, on rank 0, until the first save sets them aside: in the folder, in the object store
+        # manifests of checkpoints newer than load_step, on rank 0, until they are set aside: in the folder, in the object store
         self._abandoned: tuple[dict[int, Manifest], dict[int, Manifest]] = {}, {}
+        self._setting_aside = threading.Lock()
         self._stager: StateDictStager | None = None
         self._background: ThreadPoolExecutor | None = None
         self._loaded_step = 0  # step that `load` restored: saves due up to it belong to an earlier launch
@@ -344,14 +347,15 @@ class Checkpointer:
         stored = {step: each for step, each in self._stored().items() if each and step > self._loaded_step}
         self._abandoned = {step: each for step, each in found.items() if isinstance(each, Manifest)}, stored
 
-    def _set_abandoned_aside(self) -> None:
+    def set_abandoned_aside(self) -> None:
         """Sets aside, on rank 0, the checkpoints newer than load_step, except for those that another group has replaced since, which
-        belong to this run's history. Raises OSError."""
-        own, stored = self._abandoned
-        same = [step for step, found in own.items() if files.is_same(files.step_folder(self.folder, step), found)]
-        for step in same:
-            files.set_aside(self.folder, step)
-        self._abandoned = {}, {}
+        belong to this run's history. Called before the first row and the first save, in different threads. Raises OSError."""
+        with self._setting_aside:
+            own, stored = self._abandoned
+            same = [step for step, found in own.items() if files.is_same(files.step_folder(self.folder, step), found)]
+            for step in same:
+                files.set_aside(self.folder, step)
+            self._abandoned = {}, {}
         self._stale.difference_update(same)
         if same:
             listed, places = as_ranges("step", same), self.folder / "step-*.abandoned*"
@@ -555,7 +559,7 @@ class Checkpointer:
             if is_late():
                 raise OSError("another group has saved")
             self._on_stage("publish")
-            self._set_abandoned_aside()  # a kill before the next line leaves load_step the newest
+            self.set_abandoned_aside()  # a kill before the next line leaves load_step the newest
             files.publish(self.folder, manifest, lease.name)
         except OSError as error:
             files.discard(self.folder, step, lease.name)
@@ -669,7 +673,7 @@ class Checkpointer:
 
         def prepare() -> None:
             try:
-                self._set_abandoned_aside()
+                self.set_abandoned_aside()
             except OSError as error:
                 raise CheckpointFailed(f"checkpoint: {self.folder}: {files.reason(error)}") from None
             if is_url(self._config.folder):

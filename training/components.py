@@ -7,7 +7,6 @@ import sys
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -43,7 +42,7 @@ from training.profiling import GarbageCollection, Profiler
 from training.progress import Progress
 from training.saver import Saver
 from training.signals import STEPS_TO_STOP, Signals
-from training.sinks import METRICS, SAMPLES, Sinks, last_rows
+from training.sinks import METRICS, SAMPLES, LastKeptStep, Sinks, last_rows
 from training.spikes import SpikeRule
 from training.states import ModelState, OptimizerState, plain_name
 from training.tokenizer import build_tokenizer
@@ -220,15 +219,24 @@ class Components:
         if self.spikes is not None:
             states[SPIKES_STATE] = self.spikes
         metrics = config.metrics
-        sinks = partial(
-            Sinks,
-            folder,
-            tensorboard_folder=metrics.save_tb_folder if metrics.enable_tensorboard else "",
-            wandb=metrics.enable_wandb,
-            settings=as_tables(config),
-            report=self.report_storage,
+
+        def open_sinks(kept_step: LastKeptStep) -> Sinks:
+            # before rows are removed: no later launch may resume from a checkpoint whose rows are gone
+            self.checkpointer.set_abandoned_aside()
+            return Sinks(
+                folder,
+                kept_step,
+                tensorboard_folder=metrics.save_tb_folder if metrics.enable_tensorboard else "",
+                wandb=metrics.enable_wandb,
+                settings=as_tables(config),
+                report=self.report_storage,
+            )
+
+        writer = MetricsWriter(
+            folder, lambda: self.manager.writer_quorum, open_sinks, self.background_writer, shared=shared
         )
-        writer = MetricsWriter(folder, lambda: self.manager.writer_quorum, sinks, self.background_writer, shared=shared)
+        # rows of a launch that saves no checkpoint would take the place of those that belong to the run's checkpoints
+        writes = is_rank0 and not config.checkpoint.load_only
         if shared:
             states[ROWS_STATE] = writer
         for name in (*self.HEALED_STATES, TOKENS_STATE, "data", EMA_STATE, SPIKES_STATE, ROWS_STATE):
@@ -257,7 +265,7 @@ class Components:
             self.checkpointer,
             self.manager,
             self.progress,
-            sync=writer.sync if is_rank0 else lambda: None,
+            sync=writer.sync if writes else lambda: None,
             report=self.report_storage if is_rank0 else lambda message: None,
             info=self.log.info,
         )
@@ -282,6 +290,7 @@ class Components:
                 self.log.info(text, newest)
         if is_rank0:
             self.announce_changes()
+        if writes:
             self.metrics_processor.writer = self.cleanup.enter_context(closing(writer))
 
     def begin_record(self) -> None:
@@ -313,7 +322,7 @@ class Components:
         self.background_writer.wake()
 
     def write_config(self) -> None:
-        if self.saves_config:
+        if self.saves_config and not self.config.checkpoint.load_only:
             save(self.config, self.config.run_folder, batch=self.slot_size)
             self.saves_config = False
 

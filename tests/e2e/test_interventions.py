@@ -260,3 +260,26 @@ def test_a_run_that_continues_the_data_of_another(
     rows = read(Path("outputs") / name / "samples.jsonl")
     assert rows[0].step == CHANGED_AT and rows[0].begin == RunBegin(FRONTIER)
     assert prove(rows).exact and not any(row.begin for row in rows[1:])
+
+
+def test_load_only_saves_nothing(start: Callable[..., Launch]):
+    def files() -> dict[Path, bytes]:
+        others = ("lock", "events.jsonl")  # who holds the run's folder, and what happened when
+        return {path: path.read_bytes() for path in run.rglob("*") if path.is_file() and path.name not in others}
+
+    run = copy("looked-at")
+    before = files()
+    changes = ("--optimizer.lr=0.0002", "--resume.allow=optimizer.lr", "--metrics.enable_tensorboard")
+    looking = start(run.name, "--checkpoint.load_only", "--training.steps=13", *changes)
+    assert "finished step 13" in looking.end() and files() == before
+
+
+def test_a_run_that_begins_again_before_its_newest_checkpoint_and_is_killed_before_a_save(start: Callable[..., Launch]):
+    """Its rows are of the history that the next launch resumes from."""
+    run = copy("begun-again")
+    start(run.name, "--training.steps=20").end()
+    killed = start(run.name, "--checkpoint.load_step=10", "--checkpoint.interval=100000", "--training.steps=100000")
+    killed.until_text("step 20, newer than checkpoint.load_step = 10, set aside as ")
+    killed.kill()
+    start(run.name, "--training.steps=21").end()
+    assert [row["step"] for row in rows(run)] == [*range(1, 22)] and prove(read(run / "samples.jsonl")).exact
