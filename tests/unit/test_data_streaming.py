@@ -197,4 +197,7 @@ def test_a_real_data_set_is_taken_up_exactly(tmp_path: Path, monkeypatch: pytest
         list(stays.load(stretch[:25]))  # past the end of the records: each pass has few rows
         resumes.load_state_dict(json.loads(json.dumps(stays.state_dict())))
         assert rows(resumes.load(stretch[25:])) == rows(stays.load(stretch[25:]))
+        other = loader_of(FakeStream(TEXTS), dp_size=2, num_workers=1)
+        with pytest.raises(ValueError, match=rf"num_workers = 1: the checkpoint has the cursors of {num_workers}, "):
+            other.load_state_dict(stays.state_dict())
     assert set(multiprocessing.active_children()) <= others

@@ -1,7 +1,8 @@
 """Hugging Face data sets, streamed in their own order without shuffling; documents are held out by content, as for other sources.
 
-Each rank's cursor in the stream is saved in the checkpoint; only the same number of data-parallel ranks can resume from it, and fault
-tolerance does not support streams. With num_workers = 0 a rank reads within its step: use at least one worker for a remote stream."""
+Each rank's cursor in the stream is saved in the checkpoint; only the same numbers of data-parallel ranks and of workers can resume from it,
+since the workers of a rank share its documents. Fault tolerance does not support streams. With num_workers = 0 a rank reads within its
+step: use at least one worker for a remote stream."""
 
 from __future__ import annotations
 
@@ -123,7 +124,7 @@ class StreamingLoader(BatchLoader):
         self._first_token = tokenizer.bos_id if config.document_mask else None  # of each document
         self._key = f"rank {sampler.dp_rank} of {sampler.dp_size}"
         self._rows: Iterator[np.ndarray] | None = None
-        workers = config.dataloader.num_workers
+        self._workers = workers = config.dataloader.num_workers
         self._loader = StatefulDataLoader(
             PackedStream(stream, tokenizer, config, buckets_of(split, config.dataset_held_out)),
             batch_size=sampler.local_batch_size,
@@ -154,9 +155,18 @@ class StreamingLoader(BatchLoader):
             return {self._key: json.dumps(self._loader.state_dict())}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on at the cursor of this rank, which the checkpoint has if as many data-parallel ranks saved it (Checkpointer._restore)."""
+        """Goes on at the cursor of this rank, which the checkpoint has if as many data-parallel ranks saved it (Checkpointer._restore).
+        Raises ValueError if another number of workers saved it."""
+        cursor = json.loads(state[self._key])
+        # torchdata's keys; its own check comes with the first batch
+        saved = cursor["_snapshot"]["_main_snapshot"]["_num_workers"] if "_snapshot" in cursor else 0
+        if saved != self._workers:
+            raise ValueError(
+                f"training.dataloader.num_workers = {self._workers}: the checkpoint has the cursors of {saved}, which another number "
+                f"cannot continue; nearest: {saved}"
+            )
         self._rows = None
-        self._loader.load_state_dict(json.loads(state[self._key]))
+        self._loader.load_state_dict(cursor)
 
     def close(self) -> None:
         super().close()
