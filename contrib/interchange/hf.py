@@ -205,8 +205,7 @@ def settings(source: PublishedWeights, out: Path, config_file: Path) -> RunConfi
         load_step=-1,
         initial_load_model_only=True,
         initial_load_path=str(step_folder(out / CheckpointConfig.folder, 0)),
-        # so that training.seq_len can be changed
-        exclude_from_loading=tuple(f"model.{name}" for name in source.format.buffers(source.published.config, 1)),
+        exclude_from_loading=(),
         create_seed_checkpoint=False,  # OUT has one
     )
     model = replace(source.published.config, tokenizer_path=str(out / "tokenizer") if source.tokenizer else "")
