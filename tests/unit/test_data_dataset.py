@@ -71,9 +71,9 @@ def test_a_checkpoint_of_other_text_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError) as caught:
         data.load_state_dict({"digest": "0123456789abcdef"})
     assert str(caught.value) == (
-        "training.dataset: the text or its tokenizer changed since this run's checkpoint (digest 01234567, now "
-        f"{data.digest[:8]}), so the position in the data is invalid; restore the text, or start a new "
-        "run with --job.name NAME --checkpoint.initial_load_path RUN/checkpoint/step-N"
+        f"training.dataset: the text or its tokenizer changed since the checkpoint (digest 01234567, now {data.digest[:8]}), so the "
+        "position in the data is invalid; restore the text, or start a new run from the weights alone: --job.name NAME "
+        "--checkpoint.initial_load_path RUN/checkpoint/step-N --checkpoint.initial_load_model_only true"
     )
 
 
@@ -145,6 +145,15 @@ def test_each_branch_of_a_corpus_begins_a_segment(tmp_path: Path) -> None:
     earlier = open_it(replace(config, seed=9), tmp_path / "cache")  # from a checkpoint before the second branch
     assert "sequence 7" in resumed(earlier, first.state_dict(), 7)
     assert [segment.first for segment in earlier.segments] == [0, 7]
+    for seed in (5, 6):  # without the ledger the data begins anew, with the present settings
+        anew, fresh = (open_it(replace(config, seed=seed, seq_len=4 * seed - 4), tmp_path / "cache") for _ in range(2))
+        resumed(anew, longer.state_dict(), 0)
+        assert anew.segments == fresh.segments and first_ids(anew, [0, 8]) == first_ids(fresh, [0, 8])
+    shares = [
+        resumed(open_it(replace(config, dataset_held_out=share), tmp_path / "cache"), first.state_dict(), 7)
+        for share in (0.01, 0.2)
+    ]
+    assert ["trained on before" in text for text in shares] == [False, True]
 
 
 def test_worker_processes_read_the_new_order(tmp_path: Path) -> None:

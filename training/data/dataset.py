@@ -102,9 +102,9 @@ class _Data:
             )
         if saved != self.digest:
             raise ValueError(
-                "training.dataset: the text or its tokenizer changed since this run's checkpoint (digest "
-                f"{saved[:8]}, now {self.digest[:8]}), so the position in the data is invalid; restore the text, or "
-                "start a new run with --job.name NAME --checkpoint.initial_load_path RUN/checkpoint/step-N"
+                f"training.dataset: the text or its tokenizer changed since the checkpoint (digest {saved[:8]}, now {self.digest[:8]}), so "
+                "the position in the data is invalid; restore the text, or start a new run from the weights alone: --job.name NAME "
+                "--checkpoint.initial_load_path RUN/checkpoint/step-N --checkpoint.initial_load_model_only true"
             )
 
     def resume_at(self, position: int, holes: Sequence[int], changed: Collection[str], sequences: int) -> str:
@@ -113,7 +113,7 @@ class _Data:
         `sequences`: how many the run is still to train on. Raises ValueError if the data cannot be continued."""
         return ""
 
-    def validation_orders(self, *, seq_len: int) -> dict[str, Order]:
+    def validation_orders(self, *, seq_len: int) -> dict[str, StoreOrder | DocumentOrder]:
         """Returns the orders of all sets of validation by name. Raises ValueError if one is too small."""
         return {name: StoreOrder(store, "all", seed=None, seq_len=seq_len) for name, store in self._validation_stores}
 
@@ -183,7 +183,8 @@ class _OrderedData(_Data, ABC):
         self._set(segments)
 
     def resume_at(self, position: int, holes: Sequence[int], changed: Collection[str], sequences: int) -> str:
-        own, before, text = self._own, self.segments, ""
+        # the position of a checkpoint without its ledger is 0: the later segments of its data are not of this run
+        own, before, text = self._own, [each for each in self.segments if each.first <= position], ""
         if self._is_old and (keys := [key for key in changed if key.removeprefix("training.") in own.settings]):
             raise ValueError(
                 f"{keys[0]}: this run's checkpoint is of a version that did not save it; resume once with the saved settings, until a "
@@ -195,6 +196,11 @@ class _OrderedData(_Data, ABC):
             left = earlier.left_over(position - before[-1].first) if earlier else 0
             text = f"data: a new epoch begins at sequence {position}"
             text += f"; {left} sequences of the one before are left over" if left else ""
+            shares = [each.settings.get("dataset_held_out", 0.0) for each in (before[-1], own)]
+            if position and (shares[0] == 0 < shares[1] or (shares[0] < shares[1] and self._config.dataset != "store")):
+                text += "; documents that were trained on before may be among those held out now, and lower their loss"
+        elif before != self.segments:
+            self._set(before)
         orders = self.orders()
         for (first, order), (end, _) in pairwise(orders):
             if order is None and (needed := [hole for hole in holes if first <= hole < end]):
@@ -258,8 +264,10 @@ class CachedData(_OrderedData):
     def order(self, *, seed: int, seq_len: int) -> DocumentOrder:
         return self._of_split("train", seed, seq_len)
 
-    def validation_orders(self, *, seq_len: int) -> dict[str, Order]:
-        own: dict[str, Order] = {"": self._of_split("validation", 0, seq_len)} if self._validates else {}
+    def validation_orders(self, *, seq_len: int) -> dict[str, StoreOrder | DocumentOrder]:
+        own: dict[str, StoreOrder | DocumentOrder] = (
+            {"": self._of_split("validation", 0, seq_len)} if self._validates else {}
+        )
         return own | super().validation_orders(seq_len=seq_len)
 
     def reopened(self, config: TrainingConfig) -> _OrderedData:
@@ -329,9 +337,9 @@ class StoredData(_OrderedData):
             ingredients.append(MixtureSource(order, source.weight, limit or None))
         return Mixture(ingredients)
 
-    def validation_orders(self, *, seq_len: int) -> dict[str, Order]:
+    def validation_orders(self, *, seq_len: int) -> dict[str, StoreOrder | DocumentOrder]:
         names = [source.label for source in self._config.sources] or [""]
-        own: dict[str, Order] = {
+        own: dict[str, StoreOrder | DocumentOrder] = {
             name: StoreOrder(store, "validation", seed=None, seq_len=seq_len)
             for name, store in zip(names, self._stores, strict=True)
             if self._holds_out and store.manifest.settings.held_out
