@@ -23,7 +23,7 @@ from torch.torch_version import TorchVersion
 
 from configs.errors import raise_problems
 from configs.keys import to_text
-from configs.load import CONFIG_FILE, exists, section_types
+from configs.load import CONFIG_FILE, HELD_OUT, exists, section_types
 from configs.schema import RunConfig
 from models.contract import Model, check_contract, has_experts, nearest
 from parallelisms.device import local_device_type
@@ -242,7 +242,15 @@ def _check_schedules(config: RunConfig) -> Iterator[str]:
 def _check_sets(config: RunConfig) -> Iterator[str]:
     """Validation needs documents, and its sets different names."""
     if config.validation.enable and config.training.dataset_held_out == 0 and not config.validation.sources:
-        yield "training.dataset_held_out = 0.0: validation.enable = true needs documents that are held out; nearest: 0.03"
+        if config.origin.has(HELD_OUT):
+            yield f"{HELD_OUT} = 0.0: validation.enable = true needs documents that are held out; nearest: 0.03"
+        else:  # the share of the run
+            others = (  # a stream cannot be changed
+                f", or hold out documents of which some were trained on: --{HELD_OUT}=0.03 --resume.allow={HELD_OUT}"
+                if config.training.dataset != "huggingface"
+                else ""
+            )
+            yield f"validation.enable = true: this run has held no documents out so far; name [[validation.sources]]{others}"
     labels = {source.label for source in config.training.sources}
     for index, source in enumerate(config.validation.sources):
         if source.label in labels:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 import models.llama
+from configs.check import check_settings
 from configs.errors import ConfigError
 from configs.load import load, section_types
 from configs.saved import CONFIG_FILE, check_saved, save, to_toml, what_groups_share
@@ -115,6 +116,16 @@ def test_what_makes_another_run_is_refused(tmp_path: Path, changed: str, differe
 def cure(*keys: str) -> str:
     named = f"{' and '.join(keys)} from the next step on: --resume.allow={','.join(keys)}"
     return f"to continue this run with the new {named}"
+
+
+def test_a_run_without_validation_tells_how_it_can_validate(tmp_path: Path) -> None:
+    save(configure(tmp_path), tmp_path / "run")
+    validated = ("--validation.enable", "--lr_scheduler.warmup_steps=2")
+    allowed = ("--training.dataset_held_out=0.03", "--resume.allow=training.dataset_held_out")
+    with pytest.raises(ConfigError, match=f"no documents out so far; .* were trained on: {' '.join(allowed)}$"):
+        check_settings(configure(tmp_path, *validated), world_size=1, device_type="cpu")
+    check_settings(configure(tmp_path, *validated, *allowed), world_size=1, device_type="cpu")
+    check_saved(configure(tmp_path, *validated[:1], *allowed), tmp_path / "run")
 
 
 def test_what_resume_allow_names_may_change(tmp_path: Path) -> None:
