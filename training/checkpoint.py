@@ -798,7 +798,7 @@ class Checkpointer:
             cast(Any, self._states[name]).reset()
         size = "" if found is None else f"{found.size_bytes / 1e6:.1f} MB "
         seconds = time.perf_counter() - began
-        self._log.info("checkpoint: %s loaded from %s, %sin %.2f s", ", ".join(names), path, size, seconds)
+        self._log.info("checkpoint: %s loaded from %s, %sin %.2f s", ", ".join(filled), path, size, seconds)
         return ""
 
     def _warn(self, message: str, *args: object) -> None:
