@@ -115,6 +115,17 @@ class Components:
         self.loader = self.cleanup.enter_context(closing(self.data.loader(sampler, pin_memory=pin_memory)))
         if config.validation.enable:
             self.held_out = self.data.validation_loaders(sampler, pin_memory=pin_memory)
+            reads = config.validation.steps * self.slot_size
+            for name, order in self.data.validation_orders(seq_len=training.seq_len).items():
+                if reads > (count := order.sequences_per_epoch) and not world.global_rank:
+                    self.log.warning(
+                        "validation: %d sequences are read, and %s has %d: the first ones count several times; "
+                        "nearest: validation.steps = %d",
+                        reads,
+                        name or "the held-out text",
+                        count,
+                        max(1, count // self.slot_size),
+                    )
             for loader in self.held_out.values():
                 self.cleanup.enter_context(closing(loader))
 

@@ -16,7 +16,7 @@ MAX_STEPS = 1 << 30  # STEPS_PER_BRANCH of ft/protocol/messages.py: from there o
 
 @dataclass(frozen=True)
 class DataloaderConfig:
-    """[training.dataloader]: prefetching of batches; does not change their content."""
+    """[training.dataloader]: prefetching of batches; does not change their content; of a stream num_workers decides the order."""
 
     num_workers: Annotated[int, "worker processes that prepare batches; 0: one thread", ">= 0"] = 0
     prefetch_factor: Annotated[int, "batches prefetched by each worker", ">= 1"] = 2
@@ -83,8 +83,9 @@ class TrainingConfig:
     dataset_split: Annotated[str, "split of a huggingface data set to train on"] = "train"
     dataset_held_out: Annotated[
         float,
-        "share of the documents held out for [validation]; unless set, a resumed run keeps its share, and a new run has 0 if "
-        "validation.enable is false; of a store only 0 has an effect: its held-out documents are trained on",
+        "share of the documents held out for [validation]. Unless set: a new run holds out nothing if validation.enable is false, and a "
+        "resumed run keeps its share. Of a store, whose share was fixed when it was prepared: 0 trains on all, any other value leaves its "
+        "held-out documents out",
         ">= 0",
         "< 1",
     ] = 0.03
@@ -105,9 +106,9 @@ class TrainingConfig:
     max_norm: Annotated[float, "gradients are clipped to this norm; 0: no clipping", ">= 0"] = 1.0
     on_spike: Annotated[
         Literal["stop", "skip", "rewind"],
-        "what happens at a spike (a loss or gradient norm of NaN or Inf, or beyond spike_factor); stop: the run ends (with several "
-        "groups a loss of NaN or Inf in one ends nothing: it contributes zeros, and its batch is assigned again); skip: the step is "
-        "not applied, its data is skipped; rewind: the run goes back to the newest checkpoint before it, the data since is skipped",
+        "what happens at a spike, a loss or gradient norm of NaN or Inf, or beyond spike_factor. stop: the run ends. skip: the step is not "
+        "applied, its data is skipped. rewind: the run goes back to the newest checkpoint before it, the data since is skipped. With "
+        "several groups and stop, a loss of NaN or Inf in one group ends nothing: it contributes zeros, and its batch is assigned again",
     ] = "stop"
     spike_window: Annotated[
         int,
@@ -213,7 +214,10 @@ class ValidationConfig:
     ] = False
     freq: Annotated[int, "steps between validations; the last step is always validated", ">= 1"] = 100
     steps: Annotated[
-        int, "batches of one validation, each as large as the batch of one replica group in a step", ">= 1"
+        int,
+        "batches of one validation, each as large as the batch of one replica group in a step; a set with fewer sequences is read again "
+        "from its beginning",
+        ">= 1",
     ] = 10
     sources: Annotated[tuple[ValidationSourceConfig, ...], "further sets of documents"] = ()
 
