@@ -279,6 +279,9 @@ class LighthousePlayer(Player):
     def limits(self) -> Iterator[str]:
         yield show(self.machine.config.limits)
 
+    def members(self) -> Iterator[str]:
+        yield from map(show, self.machine.quorum.members)
+
     def state(self) -> tuple[str, ...]:
         q = self.machine.quorum
         is_news = q and q.quorum_id != self.answered
