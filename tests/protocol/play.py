@@ -457,9 +457,9 @@ class RankPlayer(Player):
         """Forward and backward are done: tokens for each slot."""
         self.say(m.Computed(tuple(map(float, tokens)) or (10.0,), loss, **more))
 
-    def healed(self, quorum_id: int = 2, *, step: int = 5, pending: int = 1, outcome: str = "") -> None:
-        """The fetch of a source's state of that step is complete."""
-        self.say(m.HealEnded(quorum_id, True, source_state(step, pending=pending)))
+    def healed(self, quorum_id: int = 2, *, step: int = 5, of: str = "b", outcome: str = "") -> None:
+        """The fetch of a source's state of that step is complete; `of`: the groups that its assignment has slots for."""
+        self.say(m.HealEnded(quorum_id, True, source_state(step, of=of)))
         self.outcome("healed", outcome)
 
     def restored(self, step: int) -> None:
@@ -480,12 +480,12 @@ class RankPlayer(Player):
         )
 
 
-def source_state(step: int = 5, *, pending: int = 1) -> dict[str, Any]:
+def source_state(step: int = 5, *, of: str = "b") -> dict[str, Any]:
     """StepMachine.state_dict() of a source at that step."""
     source = StepMachine(StepConfig(), Ledger(8))
-    source.step, source.commit_id, source.commit_quorum_id = step, f"c{step}", 1
+    source.step, source.commit_id, source.commit_quorum_id = step, f"c{step}" if step else "", min(step, 1)
     source.ledger.position = 80
-    source.ledger.assign(("b:1",) * pending)
+    source.ledger.assign(tuple(f"{name}:1" for name in of))
     return source.state_dict()
 
 
