@@ -69,7 +69,8 @@ def show(value: Any) -> str:
     if isinstance(value, m.QuorumResult):
         heal = f" heals from {' '.join(str(source.replica_rank) for source in value.sources)}" if value.heal else ""
         place = f"{value.replica_rank} of {' '.join(value.members)}"
-        return f"<{value.quorum_id}: {value.replica_id} is {place}, at {value.store_address}{heal}>"
+        again = " in the same generation" * value.same_generation
+        return f"<{value.quorum_id}: {value.replica_id} is {place}, at {value.store_address}{heal}{again}>"
     if isinstance(value, m.CommitStep):
         marks = "".join(f" {name}" for name in ("held", "leave") if getattr(value, name))
         slots = " ".join(f"{slot}:{replica_id}" for slot, replica_id in value.slots) + (
