@@ -131,7 +131,7 @@ def test_a_group_that_cannot_heal_sits_out_for_longer_each_time():
         assert player.machine.quorum.ids == ("a:1", "b:1")
         words = f"its last {3 + times} heals failed: the others continue without it for {sits_s:g} s"
         assert player.command("sits_out c:1")[0] == words
-        assert player.command(f"tick until={start_s + sits_s - 0.2} links=abc")[:-1] == []
+        assert player.command(f"tick until={start_s + sits_s - 0.2} links=abc") == []
         [told, *_] = player.command(f"tick until={start_s + sits_s + 1.2} links=abc")
         assert "ChangeAnnounced" in told and player.command("sits_out c:1")[0] == "no"
         player.call("a", "b", known=player.machine.quorum.quorum_id, step=1)
@@ -366,12 +366,11 @@ def test_memory_is_bounded_under_churn():
         player.say(m.StreamOpened(f"b:{unique}"))
         player.call("b", id=unique)
         player.say(m.StreamClosed(f"b:{unique}"))
-    roster = player.machine.roster
-    assert len(roster.lost) <= LOST_KEPT + 1
+        player.beat("b", id=unique)  # is refused
+    roster, of_lost = player.machine.roster, ("lost", "refused_as_lost")
+    assert [len(getattr(roster, name)) for name in of_lost] == [LOST_KEPT + 1] * 2
     kept = {
-        name: len(of)
-        for name, of in vars(roster).items()
-        if isinstance(of, set | dict | list) and of is not roster.lost
+        name: len(of) for name, of in vars(roster).items() if isinstance(of, set | dict | list) and name not in of_lost
     }
     assert max(kept.values()) == 1 and len(kept) > 8, kept
 
