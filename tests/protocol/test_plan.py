@@ -65,7 +65,8 @@ def test_two_sources_at_most_and_not_the_writer_if_there_is_another():
 def test_at_step_0_with_init_sync_the_first_reference_member_is_the_source_for_every_rank():
     first = quorum(0, 0, 0, init_sync=True)
     assert [[plan(first, f"{name}:1", rank).heal for name in "abc"] for rank in (0, 1)] == [[False, True, True]] * 2
-    assert [plan(quorum(0, 0), f"{name}:1", 0).heal for name in "ab"] == [False, False]
+    for other in (quorum(0, 0), quorum(3, 3, init_sync=True)):
+        assert [plan(other, f"{name}:1", 0).heal for name in "ab"] == [False, False]
 
 
 def test_spares_are_dealt_nothing():
