@@ -184,9 +184,9 @@ class LighthousePlayer(Player):
     def __init__(self, kind: str = "pharos", **config: Any) -> None:
         super().__init__()
         self.kind: Any = kind
-        start = {name: config.pop(name) for name in ("saved", "fresh", "lower_limits") if name in config}
+        start = {name: config.pop(name) for name in ("saved", "fresh", "lower_limits", "epoch") if name in config}
         self.machine = LighthouseMachine(
-            _config(LighthouseConfig, **config), 0.0, epoch="job", **{"fresh": True, **start}
+            _config(LighthouseConfig, **config), 0.0, **{"epoch": "job", "fresh": True, **start}
         )
         self.asked: dict[str, int] = {}  # the number of each group's newest question
         self.answered = 0  # the newest quorum that was answered to all: its answer tells its members
@@ -204,9 +204,10 @@ class LighthousePlayer(Player):
         return effects
 
     def event(self, name: str, *given: Any, **named: Any) -> list[m.Effect]:
-        if "quorum" in named:  # "running": the one that members know; a number: one of that id, without its members
-            known = named["quorum"]
-            named["quorum"] = self.machine.quorum or self.running if known == "running" else m.Quorum(known, ())
+        # "running": the one that members know; "before": of the lighthouse before; a number: one of that id, without its members
+        if "quorum" in named:
+            known = {"running": self.machine.quorum or self.running, "before": self.running}
+            named["quorum"] = known[named["quorum"]] if named["quorum"] in known else m.Quorum(named["quorum"], ())
         return super().event(name, *given, **named)
 
     def call(self, *names: str, step: int = 0, branch: int = 0, id: Any = 1, kind: Any = None, **more: Any) -> None:

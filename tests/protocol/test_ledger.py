@@ -95,7 +95,7 @@ def test_the_third_time_a_slot_is_of_no_use():
     assert ledger.holes == [0]
     ledger.assign(("a", "b"))
     ledger.commit((UNABLE, 10), skip_unable=True)
-    assert (ledger.holes, ledger.skipped_slots) == ([], [0])
+    assert (ledger.holes, ledger.skipped_slots, dict(ledger.unable)) == ([], [0], {})
 
 
 def test_a_checkpoint_does_not_know_how_many_groups_there_were():
