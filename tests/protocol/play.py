@@ -8,6 +8,8 @@
 `python -m tests.protocol.play FILE...` writes the outcomes anew; read the difference before you commit it. Commands: the methods of
 LighthousePlayer, GroupPlayer and RankPlayer. Words of a command are positional arguments or name=value, as literals of Python; `a:1,b:1`
 is a tuple of ids, `layout:1,lr:1` a fingerprint.
+
+Time that passes without ticks (`at=`) counts as a stop of the process where it is longer than half a heartbeat timeout: use `tick`.
 """
 
 from __future__ import annotations
