@@ -9,12 +9,12 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-LAUNCHER_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+LAUNCHER_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 
 
 @contextmanager
 def unsignalled() -> Iterator[None]:
-    """Blocks a rank's signals (SIGTERM, SIGINT, SIGUSR1) in processes that this thread starts in the block, and in their children.
+    """Blocks a rank's signals (LAUNCHER_SIGNALS) in processes that this thread starts in the block, and in their children.
 
     A terminal or a scheduler sends these to every process of a job (Slurm's proctrack/linuxproc to those in sessions of their own, too).
     The rank handles them by saving a checkpoint, for which it needs the child. They are blocked, not ignored: a blocked signal stays

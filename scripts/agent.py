@@ -25,12 +25,11 @@ from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, Subpr
 from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousParameters
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
-from scripts.launch_settings import LaunchSettings, forget_old, how_ended, say
+from scripts.launch_settings import LaunchSettings, forget_old, how_ended, say, under_lifeline
 from training.log import Log
 from training.progress import Clock
 from training.signals import SAME_SIGNAL_S, Signals
 
-LIFELINE = Path(__file__).resolve().parent / "lib" / "lifeline.py"
 POLL_S = 0.1
 RENDEZVOUS_TIMEOUT_S = 900  # for the other nodes to join
 
@@ -129,7 +128,7 @@ class Agent(LocalElasticAgent):
 
 
 class LocalRanks(Signals):
-    """The processes of this node's ranks. Forwards the first SIGTERM or SIGINT to them as SIGTERM; kills them on a second one or after
+    """The processes of this node's ranks. Forwards the first stop signal to them as SIGTERM; kills them on a second one or after
     `grace_s`. Forwards SIGUSR1. Signals are handled in a thread (see Signals), so also while the agent waits in C code."""
 
     def __init__(self, grace_s: float, exit_now: Callable[[int], Any] = os._exit) -> None:
@@ -286,12 +285,13 @@ def _spec(command: list[str], launch_settings: LaunchSettings, nproc: int, logs:
         backend, endpoint, rendezvous_id(logs), launch_settings.nnodes, launch_settings.nnodes, address, **settings
     )
     host, _, port = endpoint.rpartition(":")
+    program, *arguments = under_lifeline(command, signal.SIGKILL)
     return WorkerSpec(
         role="train",
         local_world_size=nproc,
         rdzv_handler=get_rendezvous_handler(parameters),
-        entrypoint=sys.executable,
-        args=("-IS", str(LIFELINE), str(os.getpid()), *command),
+        entrypoint=program,
+        args=tuple(arguments),
         max_restarts=launch_settings.max_restarts,
         monitor_interval=POLL_S,
         master_addr=host if backend == "static" else None,

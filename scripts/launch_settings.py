@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 RESTARTS_WITHIN_S = 24 * 3600.0
+LIFELINE = Path(__file__).resolve().parent / "lib" / "lifeline.py"
 
 
 def say(text: str) -> None:
@@ -17,6 +20,11 @@ def say(text: str) -> None:
 
 def how_ended(code: int) -> str:
     return f"exit code {code}" if code >= 0 else f"ended by {signal.Signals(-code).name}"
+
+
+def under_lifeline(command: Sequence[str], number: signal.Signals) -> list[str]:
+    """Returns the command that runs `command`, which gets signal `number` if this process dies before it (Linux)."""
+    return [sys.executable, "-IS", str(LIFELINE), str(os.getpid()), number.name, *command]
 
 
 def forget_old(restarted_at_s: list[float], now_s: float) -> int:

@@ -3,6 +3,7 @@
     run_replicas.sh -> replicas.py -> ft.rpc.lighthouse_main              one, on loopback
                                    -> launch.py, once per group           REPLICA_GROUP_ID = 0 ... N-1
 
+If this program is killed, Linux sends SIGTERM to the lighthouse and to the groups, which save and leave.
 Prints the lines of all groups as they come, each with its group and rank; <run>/groups/ID.log has those of one group.
 """
 
@@ -27,11 +28,19 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:] = [str(ROOT), *(folder for folder in sys.path if folder != str(ROOT / "scripts"))]
 
 from scripts.launch import LogFile, check, ranks_here, threads_per_rank  # noqa: E402 (our packages first)
-from scripts.launch_settings import RESTARTS_WITHIN_S, LaunchSettings, forget_old, how_ended, say  # noqa: E402
-from training.signals import SAME_SIGNAL_S  # noqa: E402
+from scripts.launch_settings import (  # noqa: E402
+    RESTARTS_WITHIN_S,
+    LaunchSettings,
+    forget_old,
+    how_ended,
+    say,
+    under_lifeline,
+)
+from training.signals import SAME_SIGNAL_S, stop_signals  # noqa: E402
 
 if TYPE_CHECKING:
     from configs.schema import RunConfig
+    from training.durable_files import RunLock
 
 RESTART_S = 1.0  # delay before a restart; doubles with each consecutive short run
 SHORT_RUN_S, MAX_SHORT_RUNS = 30.0, 6  # a group is not restarted after this many short runs in a row
@@ -208,8 +217,6 @@ def collect_signals(*numbers: signal.Signals) -> list[tuple[int, float]]:
 
 
 def main(argv: list[str]) -> int:
-    from training.durable_files import RunLock
-
     try:
         number, rest = read_groups([word for word in argv if word not in (OPEN, CHECK)])
         rest = enabled(rest)
@@ -217,8 +224,7 @@ def main(argv: list[str]) -> int:
         config, restarts, grace_s = prepare(rest, number, ranks=len(devices[0]) or None)
         if CHECK in argv:
             return 0
-        # A second launch would replace the token of a running job, and its groups could not rejoin
-        lock = RunLock(config.run_folder / "groups")
+        lock = lock_groups(config.run_folder / "groups")
     except ValueError as error:
         say(str(error))
         return 2
@@ -235,7 +241,22 @@ def main(argv: list[str]) -> int:
             ReplicaSupervisor.local(str(name), rest, env, folder, restarts, visible)
             for name, visible in enumerate(devices)
         ]
-        return run(groups, lighthouse, collect_signals(signal.SIGTERM, signal.SIGINT), grace_s)
+        return run(groups, lighthouse, collect_signals(*stop_signals()), grace_s)
+
+
+def lock_groups(folder: Path) -> RunLock:
+    """Locks a job's folder of groups. A second launch would replace the token of a running job, and its groups could not rejoin; so
+    groups that outlive their launch count, too. Raises ValueError: one is running."""
+    from training.durable_files import RunLock
+
+    lock = RunLock(folder)
+    try:
+        for group in sorted(folder.glob("*/lock")):
+            RunLock(group.parent).close()
+    except ValueError:
+        lock.close()
+        raise
+    return lock
 
 
 def run(
@@ -393,8 +414,8 @@ def start_lighthouse(
 
 
 def _start_process(command: Sequence[str], env: Mapping[str, str], stderr: int | IO[str]) -> subprocess.Popen[str]:
-    """Starts a process in its own session, with a pipe as standard output."""
-    nothing, pipe = subprocess.DEVNULL, subprocess.PIPE
+    """Starts a process in its own session, with a pipe as standard output. It gets SIGTERM if this program dies."""
+    nothing, pipe, command = subprocess.DEVNULL, subprocess.PIPE, under_lifeline(command, signal.SIGTERM)
     return subprocess.Popen(
         command, env=env, stdin=nothing, stdout=pipe, stderr=stderr, text=True, errors="replace", start_new_session=True
     )

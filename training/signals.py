@@ -19,12 +19,17 @@ SAVE = 2  # save, then go on
 STEPS_TO_STOP = 3  # where a stop is requested in step n, all groups have ended before step n + 3
 SAME_SIGNAL_S = 2.0  # launcher, terminal and scheduler may each deliver a signal: repeats within this time are ignored
 
-_STOPPING = (signal.SIGTERM, signal.SIGINT)
 LOG_JOIN_S = 1.0  # longest wait for a log line, which blocks only if nobody reads the pipe
 
 
+def stop_signals() -> tuple[signal.Signals, ...]:
+    """Returns the signals that ask a job to save and leave: SIGTERM, Ctrl-C and, unless it is ignored (nohup), the end of the terminal."""
+    hangup = () if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else (signal.SIGHUP,)
+    return signal.SIGTERM, signal.SIGINT, *hangup
+
+
 class Signals:
-    """Signal handlers, from construction in the main thread to `close`: SIGTERM and SIGINT request STOP, SIGUSR1 requests SAVE. A second
+    """Signal handlers, from construction in the main thread to `close`: `stop_signals` request STOP, SIGUSR1 requests SAVE. A second
     stop signal ends the process at once with code 128 + its number, even while the loop blocks in C code, where Python runs no handler: the
     interpreter writes each signal's number to a socket (signal.set_wakeup_fd), and a thread reads it."""
 
@@ -40,7 +45,9 @@ class Signals:
         self._writer.setblocking(False)
         self._old_wakeup_fd = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
         # These handlers only replace the default action, so that the interpreter writes to the socket.
-        self._old_handlers = {number: signal.signal(number, lambda *_: None) for number in (*_STOPPING, signal.SIGUSR1)}
+        self._old_handlers = {
+            number: signal.signal(number, lambda *_: None) for number in (*stop_signals(), signal.SIGUSR1)
+        }
         self._thread = threading.Thread(target=self._read, name="signals", daemon=True)
         self._thread.start()
         os.register_at_fork(after_in_child=self._restore)  # otherwise a child's signal would reach the parent's socket

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import os
 import re
 import signal
 import socket
+import subprocess
 import sys
 import time
 from contextlib import closing, redirect_stdout, suppress
@@ -22,6 +24,7 @@ from scripts.launch_settings import RESTARTS_WITHIN_S, LaunchSettings
 from scripts.replicas import (
     ENABLED,
     MAX_SHORT_RUNS,
+    ROOT,
     SHORT_RUN_S,
     LighthouseSupervisor,
     ReplicaSupervisor,
@@ -115,6 +118,34 @@ def test_who_has_finished_or_was_told_wrong_does_not_come_again(tmp_path: Path, 
     one = group(tmp_path, program)
     ended(one, time.monotonic())
     assert one.code == code
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="a signal at the death of the parent, of Linux")
+def test_a_group_whose_supervisor_is_killed_is_told_to_save(tmp_path: Path):
+    os.mkfifo(tmp_path / "said")
+    trains = f"""
+import signal
+signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+with open({str(tmp_path / "said")!r}, "w") as said:
+    print("ready", file=said, flush=True)
+    print(signal.sigtimedwait([signal.SIGTERM], 60) and "saved", file=said)
+"""
+    supervises = f"""
+import signal, sys
+from pathlib import Path
+from scripts.replicas import ReplicaSupervisor
+ReplicaSupervisor("0", [sys.executable, "-c", {trains!r}], {{}}, Path({str(tmp_path)!r}, "0.log"), 1).start()
+signal.pause()
+"""
+    supervisor = subprocess.Popen([sys.executable, "-c", supervises], cwd=ROOT)
+    try:
+        with (tmp_path / "said").open() as said:
+            assert said.readline() == "ready\n"
+            supervisor.kill()
+            assert said.read() == "saved\n"
+    finally:
+        supervisor.kill()
+        supervisor.wait()
 
 
 def test_what_a_group_leaves_behind_is_ended_with_it(tmp_path: Path):
@@ -280,18 +311,20 @@ def test_the_number_of_groups_may_stand_anywhere():
     assert read_groups(["--groups=2", "a.toml"]) == (2, ["a.toml"])
 
 
+@pytest.mark.parametrize("running", ["groups", "groups/1"], ids=["the launch", "a group that outlives it"])
 def test_a_second_start_of_a_job_that_goes_on_takes_nothing_from_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    running: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     """Its groups read the token whenever they start again."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a.toml").write_text("[model]\ndim = 32\nn_heads = 2\nn_kv_heads = 2\n")
     groups = tmp_path / "outputs" / "a" / "groups"
-    with closing(RunLock(groups)):
+    with closing(RunLock(groups.parent / running)):
         token = Path(environment(groups.parent, 2)["PHAROS_TOKEN_FILE"]).read_text()
         assert main(["a.toml", "--groups=2"]) == 2
         assert (groups / "token").read_text() == token
-    assert re.fullmatch(r"pharos: job.name: outputs/a/groups is in use by process \d+ on .+\n", capsys.readouterr().err)
+    said = capsys.readouterr().err
+    assert re.fullmatch(rf"pharos: job.name: outputs/a/{running} is in use by process \d+ on .+\n", said)
 
 
 def test_the_cores_are_divided_among_the_ranks_of_all_groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

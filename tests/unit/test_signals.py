@@ -53,6 +53,23 @@ def test_a_signal_is_a_wish_that_is_taken_once(watched: Watched, number: int, wi
     assert watched.out.getvalue().startswith(f"[0] {signal.Signals(number).name}: saving after this step")
 
 
+@pytest.mark.parametrize(("before", "is_taken"), [(signal.SIG_DFL, True), (signal.SIG_IGN, False)])
+def test_the_end_of_the_terminal_is_a_wish_to_stop_unless_nohup_ignores_it(
+    before: signal.Handlers, is_taken: bool
+) -> None:
+    old = signal.signal(signal.SIGHUP, before)
+    try:
+        watched = Watched()
+        assert (signal.getsignal(signal.SIGHUP) != before) == is_taken
+        if is_taken:
+            watched.kill(signal.SIGHUP)
+            assert watched.signals.take() == STOP
+        watched.signals.close()
+        assert signal.getsignal(signal.SIGHUP) == before
+    finally:
+        signal.signal(signal.SIGHUP, old)
+
+
 def test_a_run_that_saves_nothing_does_not_say_that_it_saves(watched: Watched) -> None:
     watched.signals.nothing_saved = "nothing is saved (checkpoint.enable = false)"
     watched.kill(signal.SIGUSR1)
