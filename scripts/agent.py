@@ -28,7 +28,7 @@ from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 from scripts.launch_settings import LaunchSettings, forget_old, how_ended, say, under_lifeline
 from training.log import Log
 from training.progress import Clock
-from training.signals import SAME_SIGNAL_S, Signals
+from training.signals import LOG_JOIN_S, SAME_SIGNAL_S, Signals
 
 POLL_S = 0.1
 RENDEZVOUS_TIMEOUT_S = 900  # for the other nodes to join
@@ -70,7 +70,8 @@ def report_failure(result: RunResult, output: Output, ranks: LocalRanks) -> int:
     code, last_line = result.failures[rank].exitcode, output.last_line(rank)
     if code == 2:
         if not output.shows(rank):
-            print(last_line, file=sys.stderr)
+            with suppress(OSError):
+                print(last_line, file=sys.stderr)
         return 2
     how = how_ended(code)
     if code == -signal.SIGKILL and not ranks.killed:
@@ -162,6 +163,7 @@ class LocalRanks(Signals):
         """Kills what still runs, including children of ranks. May be called twice."""
         for timer in self._timers:
             timer.cancel()
+            timer.join(2 * LOG_JOIN_S)  # one that kills the ranks may be about to say so
         self.end_groups()
         super().close()
 
@@ -172,10 +174,10 @@ class LocalRanks(Signals):
                 os.kill(pid, number)
 
     def _kill(self, why: str) -> None:
-        say(f"{why}: killing the ranks")
         self.killed = True
         self.end_groups()
         self._after(10.0, lambda: self._fail("the ranks were killed, but torch's agent did not return"))
+        self._report(f"{why}: killing the ranks")
 
     def end_groups(self) -> None:
         """Kills the ranks' Unix process groups, with the children of ranks, and forgets them."""
@@ -191,8 +193,14 @@ class LocalRanks(Signals):
         self._timers.append(timer)
 
     def _fail(self, why: str) -> None:
-        say(why)
+        self._report(why)
         self._exit_now(1)  # the main thread may wait in C code for other nodes
+
+    def _report(self, text: str) -> None:
+        """Prints a line in a separate thread: a pipe that is full, and that nobody reads, blocks it."""
+        reporter = threading.Thread(target=say, args=(text,), daemon=True)
+        reporter.start()
+        reporter.join(LOG_JOIN_S)
 
 
 class Output(LogsSpecs):

@@ -7,6 +7,7 @@ import re
 import signal
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,7 +16,9 @@ LIFELINE = Path(__file__).resolve().parent / "lib" / "lifeline.py"
 
 
 def say(text: str) -> None:
-    print(f"pharos: {text}", file=sys.stderr, flush=True)
+    """Prints a line for the user, if that is possible: the reader of a pipe (`| head`) may have gone, or the disk may be full."""
+    with suppress(OSError, ValueError):
+        print(f"pharos: {text}", file=sys.stderr, flush=True)
 
 
 def how_ended(code: int) -> str:

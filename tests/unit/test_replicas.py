@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 import time
-from contextlib import closing, redirect_stdout, suppress
+from contextlib import closing, redirect_stderr, redirect_stdout, suppress
 from pathlib import Path
 from typing import Any, cast
 
@@ -194,6 +194,16 @@ class Leaves(Dies):
         self.told = True
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="a disk that is full, of Linux")
+def test_a_job_goes_on_where_nothing_can_be_said(tmp_path: Path):
+    one = Dies("0", [], {}, tmp_path / "0.log", restarts=1, restarted_at_s=[time.monotonic()])
+    one.start()
+    codes = list[int]()
+    with suppress(OSError), Path("/dev/full").open("w", buffering=1) as full, redirect_stderr(full):
+        codes.append(run([one], cast(Any, NoLighthouse()), [], grace_s=120.0))
+    assert codes == [1]
+
+
 class NoLighthouse:
     address = ""
 
@@ -366,6 +376,19 @@ def test_a_stop_while_no_rank_runs_says_whether_there_were_any(capsys: pytest.Ca
         "stopped before any rank was started",
         "stopped while the ranks were restarted",
     ]
+
+
+def test_deaf_ranks_are_killed_though_nobody_reads_why(tmp_path: Path):
+    """As in `run_train.sh ... 2>&1 | head`: standard error is a pipe without a reader."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    program = (
+        "import os, signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); os.kill(os.getppid(), 15); signal.pause()"
+    )
+    settings, codes = LaunchSettings.read({"STOP_GRACE": "0"}), list[int]()
+    with suppress(BrokenPipeError), os.fdopen(writer, "w", buffering=1) as stderr, redirect_stderr(stderr):
+        codes.append(run_ranks([sys.executable, "-c", program], settings, nproc=1, logs=tmp_path / "run" / "logs"))
+    assert codes == [1]
 
 
 @pytest.mark.parametrize(
