@@ -25,7 +25,16 @@ from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, Subpr
 from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousParameters
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
-from scripts.launch_settings import LaunchSettings, forget_old, how_ended, say, under_lifeline
+from scripts.launch_settings import (
+    MAX_SHORT_RUNS,
+    SHORT_RUN_S,
+    LaunchSettings,
+    forget_old,
+    how_ended,
+    restart_delay_s,
+    say,
+    under_lifeline,
+)
 from training.log import Log
 from training.progress import Clock
 from training.signals import LOG_JOIN_S, SAME_SIGNAL_S, Signals
@@ -35,9 +44,16 @@ RENDEZVOUS_TIMEOUT_S = 900  # for the other nodes to join
 
 
 def run_ranks(
-    command: list[str], launch_settings: LaunchSettings, *, nproc: int, logs: Path, clock: Clock = time.monotonic
+    command: list[str],
+    launch_settings: LaunchSettings,
+    *,
+    nproc: int,
+    logs: Path,
+    clock: Clock = time.monotonic,
+    pause: Callable[[float], object] = time.sleep,
 ) -> int:
-    """Runs `command` as `nproc` ranks of this node until all have exited; returns the exit code. Leaves no process."""
+    """Runs `command` as `nproc` ranks of this node until all have exited; returns the exit code. Leaves no process. `pause`: waits for
+    that many seconds, before a restart."""
     if "LOGLEVEL" not in os.environ:  # if set, the user wants the log of torch's agent
         agent_log = logging.getLogger("torch.distributed.elastic")
         agent_log.addHandler(logging.NullHandler())
@@ -49,7 +65,7 @@ def run_ranks(
             closing(LocalRanks(launch_settings.grace_s)) as ranks,
         ):
             spec = _spec(command, launch_settings, nproc, logs)
-            result = Agent(spec, output, ranks, clock).run()
+            result = Agent(spec, output, ranks, clock, pause).run()
             spec.rdzv_handler.shutdown()
     except (RendezvousError, DistError) as error:
         say(
@@ -83,12 +99,16 @@ def report_failure(result: RunResult, output: Output, ranks: LocalRanks) -> int:
 
 
 class Agent(LocalElasticAgent):
-    """torch's agent, which also keeps the pids in LocalRanks up to date and limits restarts per RESTARTS_WITHIN_S."""
+    """torch's agent, which also keeps the pids in LocalRanks up to date and limits restarts: MAX_RESTARTS per RESTARTS_WITHIN_S, after
+    increasing delays, none after MAX_SHORT_RUNS or bad input."""
 
-    def __init__(self, spec: WorkerSpec, output: Output, ranks: LocalRanks, clock: Clock) -> None:
+    def __init__(
+        self, spec: WorkerSpec, output: Output, ranks: LocalRanks, clock: Clock, pause: Callable[[float], object]
+    ) -> None:
         # At the end nodes wait for each other, so that the store's node exits last. Failed nodes do not come, hence the timeout.
         super().__init__(spec, output, exit_barrier_timeout=60)
-        self._ranks, self._clock, self._restarted_at_s = ranks, clock, list[float]()
+        self._ranks, self._clock, self._pause, self._restarted_at_s = ranks, clock, pause, list[float]()
+        self._started_s, self._short_runs, self._delay_s = 0.0, 0, 0.0
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         ranks = self._ranks
@@ -97,6 +117,7 @@ class Agent(LocalElasticAgent):
             ranks.pids = set(pids.values())
             ranks.groups, ranks.started = ranks.groups | ranks.pids, True
             ranks.first_failed = set()
+        self._started_s = self._clock()
         return pids
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
@@ -107,19 +128,28 @@ class Agent(LocalElasticAgent):
         }
         result: RunResult = super()._monitor_workers(worker_group)
         if result.state in (WorkerState.FAILED, WorkerState.UNHEALTHY):
-            if ranks.stopping:
+            now_s = self._clock()
+            self._short_runs = self._short_runs + 1 if now_s - self._started_s < SHORT_RUN_S else 0
+            bad_input = any(failure.exitcode == 2 for failure in result.failures.values())
+            if ranks.stopping or bad_input or self._short_runs == MAX_SHORT_RUNS:
                 # with no restarts left, torch returns the result: no restart, no waiting for other nodes
                 self._remaining_restarts = 0
                 return result
+            self._delay_s = restart_delay_s(self._short_runs)
             # Old restarts no longer count. max_restarts grows with the remaining restarts, because torch computes the unique number of a
             # restart (TORCHELASTIC_RESTART_COUNT) from their difference.
-            now_s = self._clock()
             past = forget_old(self._restarted_at_s, now_s)
             worker_group.spec.max_restarts += past
             self._remaining_restarts += past
             if self._remaining_restarts > 0:
                 self._restarted_at_s.append(now_s)
         return result
+
+    def _restart_workers(self, worker_group: WorkerGroup) -> None:
+        self._stop_workers(worker_group)  # now: ranks that wait for a failed one could hang
+        self._pause(self._delay_s)
+        self._delay_s = 0.0  # a restart because another node has restarted has none
+        super()._restart_workers(worker_group)
 
     def _stop_workers(self, worker_group: WorkerGroup) -> None:
         super()._stop_workers(worker_group)

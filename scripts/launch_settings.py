@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 RESTARTS_WITHIN_S = 24 * 3600.0
+SHORT_RUN_S, MAX_SHORT_RUNS = 30.0, 6  # after this many short runs in a row nothing is restarted
+RESTART_S = 1.0  # delay before a restart; doubles with each consecutive short run
 LIFELINE = Path(__file__).resolve().parent / "lib" / "lifeline.py"
 
 
@@ -35,6 +37,11 @@ def forget_old(restarted_at_s: list[float], now_s: float) -> int:
     old = sum(now_s - at_s >= RESTARTS_WITHIN_S for at_s in restarted_at_s)
     del restarted_at_s[:old]
     return old
+
+
+def restart_delay_s(short_runs: int) -> float:
+    """Returns the delay before a restart, after that many short runs in a row."""
+    return RESTART_S * 2 ** max(0, short_runs - 1)
 
 
 @dataclass(frozen=True)

@@ -29,10 +29,13 @@ sys.path[:] = [str(ROOT), *(folder for folder in sys.path if folder != str(ROOT 
 
 from scripts.launch import LogFile, check, ranks_here, threads_per_rank  # noqa: E402 (our packages first)
 from scripts.launch_settings import (  # noqa: E402
+    MAX_SHORT_RUNS,
     RESTARTS_WITHIN_S,
+    SHORT_RUN_S,
     LaunchSettings,
     forget_old,
     how_ended,
+    restart_delay_s,
     say,
     under_lifeline,
 )
@@ -42,8 +45,6 @@ if TYPE_CHECKING:
     from configs.schema import RunConfig
     from training.durable_files import RunLock
 
-RESTART_S = 1.0  # delay before a restart; doubles with each consecutive short run
-SHORT_RUN_S, MAX_SHORT_RUNS = 30.0, 6  # a group is not restarted after this many short runs in a row
 POLL_S = 0.1
 ANY_PORT = "127.0.0.1:0"  # reachable only from this machine
 OPEN = "--open"  # opens the dashboard in a browser
@@ -125,7 +126,7 @@ class ReplicaSupervisor:
                 how += f"; {self.restarts} restarts within {RESTARTS_WITHIN_S / 3600:g} h, MAX_RESTARTS reached"
             return "" if code == 0 else f"group {self.name} failed and is not restarted ({how})"
         self.restarted_at_s.append(now_s)
-        self.restart_at_s = now_s + RESTART_S * 2 ** max(0, self.short_runs - 1)
+        self.restart_at_s = now_s + restart_delay_s(self.short_runs)
         return f"group {self.name} died ({how})"
 
     @property
@@ -180,7 +181,7 @@ class LighthouseSupervisor:
         if self.process.poll() is None or now_s < self._restart_at_s:
             return ""
         self._failures += 1
-        self._restart_at_s = now_s + RESTART_S * 2 ** min(self._failures, MAX_SHORT_RUNS - 1)
+        self._restart_at_s = now_s + restart_delay_s(min(self._failures + 1, MAX_SHORT_RUNS))
         try:
             self._start()
         except RuntimeError as error:

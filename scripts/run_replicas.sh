@@ -16,8 +16,8 @@ usage() {
     "  NPROC=2 ./scripts/run_replicas.sh configs/llama.toml --groups 2      each group has two ranks" \
     "" \
     "To try it: kill -9 one of the pids that it prints." \
-    "On several machines: scripts/run_lighthouse.sh on one, then on each, with TORCHFT_LIGHTHOUSE, REPLICA_GROUP_ID and PHAROS_TOKEN_FILE" \
-    "set, scripts/run_train.sh CONFIG --fault_tolerance.enable true." \
+    "On several machines: scripts/run_lighthouse.sh on one, then on each, with TORCHFT_LIGHTHOUSE, REPLICA_GROUP_ID, PHAROS_TOKEN_FILE" \
+    "and MAX_RESTARTS=100 set, scripts/run_train.sh CONFIG --fault_tolerance.enable true." \
     "" \
     "Each group gets NPROC of the visible GPUs, default an equal share. Too few GPUs are an error, unless SHARE_GPUS=1." \
     "" \

@@ -29,7 +29,7 @@ usage() {
     "  RDZV_ENDPOINT      host:port of node 0, for the rendezvous" \
     "  LOG_RANK           ranks whose output is shown, such as 0,3, or all; default 0. <run>/logs (with replica groups:" \
     "                     <run>/groups/<id>) has that of every rank" \
-    "  MAX_RESTARTS       restarts of failed ranks in any 24 h, default 0" \
+    "  MAX_RESTARTS       restarts of failed ranks in any 24 h, default 0; none after exit code 2 or 6 runs in a row of less than 30 s" \
     "  STOP_GRACE         seconds that ranks have to save after SIGTERM or Ctrl-C, default 120; a second signal kills them;" \
     "                     not with one rank and no restarts, which is not supervised" \
     "  OMP_NUM_THREADS    threads per rank, default: cores of this machine divided by its ranks" \

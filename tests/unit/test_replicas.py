@@ -20,12 +20,10 @@ from bench.drill_job import DevicePool
 from ft.config import FaultTolerance
 from scripts.agent import LocalRanks, rendezvous_id, run_ranks
 from scripts.launch import cores_here
-from scripts.launch_settings import RESTARTS_WITHIN_S, LaunchSettings
+from scripts.launch_settings import MAX_SHORT_RUNS, RESTARTS_WITHIN_S, SHORT_RUN_S, LaunchSettings
 from scripts.replicas import (
     ENABLED,
-    MAX_SHORT_RUNS,
     ROOT,
-    SHORT_RUN_S,
     LighthouseSupervisor,
     ReplicaSupervisor,
     assign_devices,
@@ -106,11 +104,27 @@ def test_a_group_that_is_preempted_once_a_day_stays_for_years(tmp_path: Path):
 def test_ranks_that_die_once_a_day_are_started_again_for_years(tmp_path: Path, apart_s: float, starts: list[int]):
     """Each start has a number of its own, which torch makes of the limit and what is left of it."""
     program = "import os; n = int(os.environ['TORCHELASTIC_RESTART_COUNT']); print(n); raise SystemExit(n < 3)"
-    plan, days = LaunchSettings.read({"MAX_RESTARTS": "1"}), itertools.count(0.0, apart_s)
-    command = [sys.executable, "-c", program]
-    code = run_ranks(command, plan, nproc=1, logs=tmp_path / "run" / "logs", clock=lambda: next(days))
+    plan, days = LaunchSettings.read({"MAX_RESTARTS": "1"}), itertools.count(0.0, apart_s / 2)  # read at start and end
+    command, pauses = [sys.executable, "-c", program], list[float]()
+    code = run_ranks(
+        command, plan, nproc=1, logs=tmp_path / "run" / "logs", clock=lambda: next(days), pause=pauses.append
+    )
+    assert pauses == [1.0] * (len(starts) - 1)
     assert code == (0 if len(starts) == 4 else 1)
     assert (tmp_path / "run" / "logs" / "rank0.log").read_text().split() == list(map(str, starts))
+
+
+@pytest.mark.parametrize(
+    ("exit_code", "pauses"), [(1, [1.0, 2.0, 4.0, 8.0, 16.0]), (2, [])], ids=["a crash at once", "bad input"]
+)
+def test_ranks_for_which_a_restart_is_useless_are_not_restarted_for_ever(
+    tmp_path: Path, exit_code: int, pauses: list[float]
+):
+    program, settings = f"print('a line'); raise SystemExit({exit_code})", LaunchSettings.read({"MAX_RESTARTS": "100"})
+    made, logs, command = list[float](), tmp_path / "run" / "logs", [sys.executable, "-c", program]
+    assert run_ranks(command, settings, nproc=1, logs=logs, clock=lambda: 0.0, pause=made.append) == exit_code
+    assert made == pauses
+    assert (logs / "rank0.log").read_text() == "a line\n" * (len(pauses) + 1)
 
 
 @pytest.mark.parametrize(("program", "code"), [("pass", 0), ("raise SystemExit(2)", 2)])
