@@ -18,7 +18,7 @@ def lighthouse(
     token_file: str,
     image: str = "pharos:latest",
     root: str = ".",
-    bind: str = "[::]:29510",
+    bind: str = "",
     state_file: str = "",
     max_retries: int = 100,
 ) -> specs.AppDef:
@@ -29,20 +29,20 @@ def lighthouse(
         token_file: path of the job's token in the container
         image: container with the repository, and a Python with requirements-lighthouse.lock
         root: path of the repository in the container
-        bind: host and port on which it listens for the groups
+        bind: host and port on which it listens for the groups; default port 29510 of all interfaces
         state_file: its state for a restart, on a disk that outlives the container; default outputs/lighthouse-PORT.json
         max_retries: maximum number of restarts
     """
-    state = ["--state_file", state_file] if state_file else []
+    given = [*(["--bind", bind] if bind else []), *(["--state_file", state_file] if state_file else [])]
     role = specs.Role(
         name="lighthouse",
         image=image,
         entrypoint=f"{root}/scripts/run_lighthouse.sh",
-        args=["--min_replicas", str(min_replicas), "--bind", bind, "--token_file", token_file, *state],
+        args=["--min_replicas", str(min_replicas), "--token_file", token_file, *given],
         env={"PHAROS_NO_INSTALL": "1"},
         max_retries=max_retries,
         retry_policy=specs.RetryPolicy.REPLICA,
-        port_map={"grpc": int(bind.rpartition(":")[2])},
+        port_map={"grpc": int(bind.rpartition(":")[2] or 29510)},
     )
     return specs.AppDef(name="pharos-lighthouse", roles=[role])
 

@@ -31,7 +31,8 @@ from typing import TYPE_CHECKING
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:] = [str(ROOT), *(folder for folder in sys.path if folder != str(ROOT / "scripts" / "slurm"))]
 
-from scripts import replicas  # noqa: E402 (our packages first)
+from ft.rpc.access import Endpoint, all_interfaces  # noqa: E402 (our packages first)
+from scripts import replicas  # noqa: E402
 from scripts.launch_settings import say, whole  # noqa: E402
 
 if TYPE_CHECKING:
@@ -171,8 +172,8 @@ def main(argv: list[str]) -> int:
         lock = RunLock(config.run_folder / "groups")
         folder, before = config.run_folder / "groups", saved(config)
         env = replicas.environment(config.run_folder, len(nodes.of))
-        lighthouse = replicas.LighthouseSupervisor(config, env, bind=f"[::]:{port}", http="")
-    except (ValueError, RuntimeError) as error:
+        lighthouse = replicas.LighthouseSupervisor(config, env, bind=str(Endpoint(all_interfaces(), port)), http="")
+    except (ValueError, RuntimeError, OSError) as error:
         say(str(error))
         return 2 if isinstance(error, ValueError) else 1
     # The address that Slurm uses for this node, which other nodes can resolve; the host name may not be.

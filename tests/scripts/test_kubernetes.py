@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import yaml
 
+from ft.rpc.lighthouse_flags import DEFAULT_PORT
 from tests.scripts.slurm_cluster import free_ports
 from tests.scripts.tiny_job import CONFIG, ROOT, assert_exact, newest, write_job
 
@@ -36,8 +37,8 @@ class Pods:
         text = (ROOT / "contrib" / "kubernetes" / "jobset.yaml").read_text()
         grpc, http = free_ports(2)
         for there, here in {
-            "29510": str(grpc),
-            "29511": str(http),
+            f"{DEFAULT_PORT}": str(grpc),
+            f"{DEFAULT_PORT + 1}": str(http),
             "http://pharos-lighthouse:": "http://127.0.0.1:",
             "/etc/pharos": f"{folder}/secret",
             "/outputs": f"{folder}/outputs",
@@ -74,7 +75,11 @@ class Pods:
         return process
 
     def lighthouse(self) -> subprocess.Popen[bytes]:
-        return self.start(self.parts["Deployment"]["spec"]["template"], "lighthouse")
+        """With the manifest's port, which is the default there, and another one here."""
+        pod = self.parts["Deployment"]["spec"]["template"]
+        [container] = pod["spec"]["containers"]
+        container["args"] += ["--bind", f"127.0.0.1:{container['ports'][0]['containerPort']}"]
+        return self.start(pod, "lighthouse")
 
     def group(self, index: int) -> subprocess.Popen[bytes]:
         return self.start(self.job["template"]["spec"]["template"], str(index), index)
@@ -117,7 +122,7 @@ def test_the_parts_name_each_other(pods: Pods):
     ports = {port["name"]: port["port"] for port in service["spec"]["ports"]}
     [server] = deployment["template"]["spec"]["containers"]
     assert ports == {port["name"]: port["containerPort"] for port in server["ports"]}
-    assert f"[::]:{ports['grpc']}" in server["args"]
+    assert "--bind" not in server["args"], "the default: all interfaces, with or without IPv6"
     [trainer] = pods.job["template"]["spec"]["template"]["spec"]["containers"]
     env = {each["name"]: each.get("value") for each in trainer["env"]}
     assert env["TORCHFT_LIGHTHOUSE"] == f"http://127.0.0.1:{ports['grpc']}"
@@ -128,7 +133,7 @@ def test_the_parts_name_each_other(pods: Pods):
     for pod in (deployment["template"], pods.job["template"]["spec"]["template"]):
         volumes = {volume["name"]: volume for volume in pod["spec"]["volumes"]}
         assert {mount["name"] for mount in pod["spec"]["containers"][0]["volumeMounts"]} == set(volumes)
-        assert volumes["token"]["secret"] == {"secretName": "pharos-token", "defaultMode": 0o400}
+        assert volumes["token"]["secret"] == {"secretName": "pharos-token", "defaultMode": 0o440}
     assert "t" * 32 not in yaml.safe_dump_all(pods.parts.values())
 
 
