@@ -49,7 +49,7 @@ class LaunchSettings:
     nproc: int | None  # ranks on this node; None: one per visible GPU, else 1
     nnodes: int
     node_rank: int | None  # None: in order of arrival
-    endpoint: str
+    endpoint: str  # an IPv6 address without brackets
     log_ranks: frozenset[int] | None  # global ranks whose output is shown; None: all
     max_restarts: int
     grace_s: float
@@ -65,7 +65,7 @@ class LaunchSettings:
             nproc=whole(env, nproc, least=1) if nproc in env else None,
             nnodes=nnodes,
             node_rank=whole(env, "NODE_RANK", least=0, below=nnodes) if "NODE_RANK" in env and nnodes > 1 else None,
-            endpoint=env.get("RDZV_ENDPOINT", ""),
+            endpoint=re.sub(r"^\[(.+)\](:\d+)$", r"\1\2", env.get("RDZV_ENDPOINT", "")),
             log_ranks=_ranks(env.get("LOG_RANK", "0")),
             max_restarts=whole(env, "MAX_RESTARTS", least=0, default=0),
             grace_s=whole(env, "STOP_GRACE", least=0, default=120),

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import pytest
 
+from scripts.launch_settings import LaunchSettings
 from tests.scripts.slurm_cluster import free_ports
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -274,6 +275,12 @@ def test_ranks_end_with_a_launcher_that_is_killed(start: Start):
             for pid in left:
                 os.kill(pid, signal.SIGKILL)
             pytest.fail(f"left behind: {left}")
+
+
+@pytest.mark.parametrize("given", ["[::1]:29755", "::1:29755"])
+def test_an_ipv6_address_of_the_rendezvous_may_have_brackets(given: str):
+    settings = LaunchSettings.read({"NNODES": "2", "RDZV_ENDPOINT": given})
+    assert settings.endpoint == "::1:29755", "as torch and check_cluster split it, at the last colon"
 
 
 def test_two_nodes_meet(tree: Path, start: Start):
