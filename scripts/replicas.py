@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from training.durable_files import RunLock
 
 POLL_S = 0.1
+LIGHTHOUSE_STOP_S = 5.0  # for the lighthouse to end, when the groups have
 ANY_PORT = "127.0.0.1:0"  # reachable only from this machine
 OPEN = "--open"  # opens the dashboard in a browser
 CHECK = "--check"  # only checks the settings, for run_replicas.sh before it installs the lighthouse
@@ -98,7 +99,7 @@ class ReplicaSupervisor:
         with lines, closing(LogFile(self.log)) as log:
             for line in lines:
                 if self.shown:
-                    with suppress(OSError):
+                    with suppress(OSError, ValueError):  # ValueError: a character that the encoding lacks
                         sys.stdout.write(line)
                         sys.stdout.flush()
                 log.write(line)
@@ -184,7 +185,7 @@ class LighthouseSupervisor:
         self._restart_at_s = now_s + restart_delay_s(min(self._failures + 1, MAX_SHORT_RUNS))
         try:
             self._start()
-        except RuntimeError as error:
+        except (OSError, RuntimeError) as error:
             return str(error)
         return f"the lighthouse died and was restarted (pid {self.process.pid})"
 
@@ -193,7 +194,11 @@ class LighthouseSupervisor:
 
     def close(self) -> None:
         self.process.terminate()
-        self.process.wait()
+        try:
+            self.process.wait(timeout=LIGHTHOUSE_STOP_S)
+        except subprocess.TimeoutExpired:  # it is stopped (SIGSTOP), or its disk hangs
+            self.process.kill()
+            self.process.wait()
 
     def _show_dashboard(self, process: subprocess.Popen[str]) -> None:
         """Prints the address of the dashboard when the lighthouse serves it; a restart keeps it. The token is not part of the address."""
@@ -229,12 +234,15 @@ def main(argv: list[str]) -> int:
     except ValueError as error:
         say(str(error))
         return 2
+    except OSError as error:
+        say(str(error))
+        return 1
     with closing(lock):
         ranks = len(devices[0]) or LaunchSettings.read(os.environ).nproc or 1
-        env = environment(config.run_folder, number, ranks)
         try:
+            env = environment(config.run_folder, number, ranks)
             lighthouse = LighthouseSupervisor(config, env, opens=OPEN in argv)
-        except RuntimeError as error:
+        except (OSError, RuntimeError) as error:
             say(str(error))
             return 1
         env["TORCHFT_LIGHTHOUSE"], folder = lighthouse.address, config.run_folder / "groups"

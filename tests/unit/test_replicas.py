@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import itertools
+import locale
 import os
 import re
 import signal
@@ -10,7 +12,7 @@ import socket
 import subprocess
 import sys
 import time
-from contextlib import closing, redirect_stderr, redirect_stdout, suppress
+from contextlib import ExitStack, closing, redirect_stderr, redirect_stdout, suppress
 from pathlib import Path
 from typing import Any, cast
 
@@ -37,8 +39,8 @@ from scripts.replicas import (
 from training.durable_files import RunLock
 
 
-def group(tmp_path: Path, program: str, restarts: int = 100) -> ReplicaSupervisor:
-    made = ReplicaSupervisor("0", [sys.executable, "-c", program], {}, tmp_path / "0.log", restarts)
+def group(tmp_path: Path, program: str, env: dict[str, str] | None = None) -> ReplicaSupervisor:
+    made = ReplicaSupervisor("0", [sys.executable, "-c", program], env or {}, tmp_path / "0.log", restarts=100)
     made.start()
     return made
 
@@ -293,6 +295,25 @@ def test_a_lighthouse_that_dies_comes_again_at_the_same_address(tmp_path: Path):
         assert one.poll(10.5) == "", "not at once"
 
 
+def test_a_lighthouse_that_does_not_end_is_killed(cleanup: ExitStack, tmp_path: Path):
+    """Such as one that is stopped."""
+    config: Any = Config(tmp_path)
+    one = LighthouseSupervisor(config, environment(tmp_path, 2))
+    cleanup.callback(one.process.kill)
+    one.process.send_signal(signal.SIGSTOP)
+    one.close()
+    assert one.process.returncode == -signal.SIGKILL
+
+
+def test_a_character_that_the_terminal_lacks_costs_its_line_on_it_and_no_more(tmp_path: Path):
+    with io.TextIOWrapper(io.BytesIO(), encoding="ascii") as stdout, redirect_stdout(stdout):
+        one = group(tmp_path, r"print('\xe9'); print('all')", {"PYTHONIOENCODING": locale.getpreferredencoding()})
+        ended(one, time.monotonic())
+        one.end()
+        assert (tmp_path / "0.log").read_text() == "\xe9\nall\n"
+        assert stdout.buffer.getvalue() == b"all\n"  # type: ignore[attr-defined]
+
+
 def test_its_words_are_in_its_log_without_colours(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     one = group(tmp_path, r"print('\x1b[31mred\x1b[0m step 1')")
     ended(one, time.monotonic())
@@ -319,15 +340,22 @@ def test_groups_are_enabled_once(given: list[str]):
         enabled(["a.toml", "--fault_tolerance.enable", "false"])
 
 
-def test_a_lighthouse_that_does_not_start_is_one_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("no_file", "said"),
+    [
+        ("lighthouse.json", "the lighthouse did not start; see outputs/a/groups/lighthouse.log"),
+        ("token", "[Errno 21] Is a directory: '{folder}/outputs/a/groups/token'"),
+        ("lock", "[Errno 21] Is a directory: 'outputs/a/groups/lock'"),
+    ],
+)
+def test_what_cannot_be_written_before_the_groups_start_is_one_line(
+    no_file: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "outputs" / "a" / "groups" / "lighthouse.json").mkdir(parents=True)  # its state is no file
+    (tmp_path / "outputs" / "a" / "groups" / no_file).mkdir(parents=True)
     (tmp_path / "a.toml").write_text("[model]\ndim = 32\nn_heads = 2\nn_kv_heads = 2\n")
     assert main(["a.toml", "--groups=2"]) == 1
-    said = "pharos: the lighthouse did not start; see outputs/a/groups/lighthouse.log\n"
-    assert capsys.readouterr().err == said
+    assert capsys.readouterr().err == f"pharos: {said.format(folder=tmp_path)}\n"
 
 
 def test_the_number_of_groups_may_stand_anywhere():
