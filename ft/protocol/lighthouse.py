@@ -395,9 +395,10 @@ class LighthouseMachine:
         self._fingerprint, roster = fingerprint, self.roster
         for replica_id in [*roster.candidates, *roster.mismatched]:
             roster.mismatched.pop(replica_id, None)
-            call = roster.peers[replica_id].call
-            if call and (problem := fingerprint_problem(call, fingerprint)):
+            peer = roster.peers[replica_id]
+            if peer.call and (problem := fingerprint_problem(peer.call, fingerprint)):
                 self._out.append(m.Refuse(replica_id, *problem))
+                peer.called = False  # no group to wait for, though it may live and ask again
                 roster.drop_call(replica_id)
             roster.update_sets(replica_id)
 

@@ -397,7 +397,10 @@ class Roster:
             peer.seen_at_s, peer.called_at_s = min(peer.seen_at_s + gap_s, now_s), min(peer.called_at_s + gap_s, now_s)
         for claim in self.claims.values():
             claim.seen_at_s = min(claim.seen_at_s + gap_s, now_s)
+        for heal in self.heals.values():
+            heal.since_s = min(heal.since_s + gap_s, now_s)
         self.heard_since_s = min(self.heard_since_s + gap_s, now_s)
+        self.returning = {name: until_s + gap_s for name, until_s in self.returning.items()}
         self.no_longer_members = {i: min(since_s + gap_s, now_s) for i, since_s in self.no_longer_members.items()}
 
 
