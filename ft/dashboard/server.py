@@ -38,6 +38,7 @@ from ft.protocol.rules import MAX_TEXT
 from ft.rpc.access import Access, Endpoint
 from ft.rpc.codec import ORDERS
 from ft.rpc.lighthouse_service import LighthouseService
+from ft.rpc.serving import STOP_S
 
 FOLDER = Path(__file__).resolve().parent / "static"
 TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
@@ -88,29 +89,36 @@ async def serve_http(
     # no stack traces of invalid requests, which are answered with 400: a client could fill the disk with them
     quiet.addFilter(lambda record: not (record.exc_info and isinstance(record.exc_info[1], HttpProcessingError)))
     app, feed = _app(service, access)
-    runner = web.AppRunner(app, access_log=None, handle_signals=False, keepalive_timeout=IDLE_S, logger=quiet)
+    runner = web.AppRunner(
+        app,
+        access_log=None,
+        handle_signals=False,
+        keepalive_timeout=IDLE_S,
+        shutdown_timeout=STOP_S / 2,  # aiohttp waits for so long twice: for an answer, and after it has cancelled it
+        logger=quiet,
+    )
     await runner.setup()
     tls = access.tls.server_context() if access.tls else None
     options: dict[str, Any] = {"backlog": BACKLOG, "ssl": tls, "ssl_handshake_timeout": HANDSHAKE_S if tls else None}
-    loop, open_ = asyncio.get_running_loop(), list[asyncio.Server]()
+    loop, servers = asyncio.get_running_loop(), list[asyncio.Server]()
     first: Endpoint | None = None
     try:
         for place in at:
             try:
                 made: Any = _Newest(runner.server)
-                open_.append(await loop.create_server(made, place.host, first.port if first else place.port, **options))
+                servers.append(await loop.create_server(made, place.host, first.port if first else place.port, **options))
             except OSError as error:
                 if must and place is at[0]:
                     raise ValueError(f"--http {place}: {error.strerror}") from None
                 log.warning("no dashboard on %s: %s", place, error.strerror)
                 continue
-            opened = Endpoint(place.host, int(open_[-1].sockets[0].getsockname()[1]))
+            opened = Endpoint(place.host, int(servers[-1].sockets[0].getsockname()[1]))
             first = first or opened
             where = f"http{'s' if tls else ''}://{opened}"
             log.info("the dashboard: %s/; for programs: %s/status.json, /metrics", where, where)
         yield first
     finally:
-        for server in open_:
+        for server in servers:
             server.close()
         feed.end()
         await runner.cleanup()

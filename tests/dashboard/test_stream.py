@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import http.client
 import socket
 import time
+from contextlib import closing
 
 import pytest
 
@@ -13,7 +15,7 @@ from ft.dashboard.view import CONNECTED, HEALS, JOINS, LATE, LEFT, LOST, TRAINS
 from ft.protocol.messages import VOID
 from ft.rpc.access import Access, Endpoint
 from ft.rpc.generated import pharos_pb2
-from tests.dashboard.house import THREE, WAIT_S, Herds, Houses, Jobs
+from tests.dashboard.house import THREE, WAIT_S, Herds, House, Houses, Jobs
 from tests.waiting import in_time
 
 
@@ -167,6 +169,18 @@ def test_one_that_does_not_read_is_dropped_and_costs_a_bounded_amount(house: Hou
             assert len(one.feed.ring) <= one.feed.most_updates
     with one.watch() as reader:
         assert reader.next()["begin"], "others are served"
+
+
+def test_a_request_that_never_ends_does_not_keep_the_lighthouse():
+    """Its port would stay bound meanwhile, and the next lighthouse could not start. `close` waits for less than aiohttp does by default."""
+    one = House()  # no fixture: it is closed here
+    with closing(http.client.HTTPConnection("127.0.0.1", one.port, timeout=WAIT_S)) as asker:
+        asker.putrequest("POST", "/orders")
+        for name, value in one.headers(**{"Content-Length": "1000", "Expect": "100-continue"}).items():
+            asker.putheader(name, value)
+        asker.endheaders()
+        assert asker.sock.recv(100).startswith(b"HTTP/1.1 100 ")  # its handler waits for the body
+        one.close()
 
 
 def test_the_files_of_the_page_hold_nothing_of_the_job(job: Jobs):
