@@ -98,7 +98,7 @@ def our_lighthouse(min_replicas: int, **flags: object) -> list[str]:
     """Returns the command of ft's lighthouse: on a free port, without dashboard and state file, unless `flags` set them."""
     given = {"min_replicas": min_replicas, "bind": "127.0.0.1:0", "http": "none", "state_file": "none"} | flags
     words = [word for name, value in given.items() for word in (f"--{name}", str(value))]
-    return [sys.executable, "-m", "ft.rpc.lighthouse_main", *words]
+    return [sys.executable, str(ROOT / "ft" / "rpc" / "lighthouse_main.py"), *words]
 
 
 def their_lighthouse(min_replicas: int, python: str, bind: str = "127.0.0.1:0") -> list[str]:

@@ -1,6 +1,6 @@
 """Runs a lighthouse and N replica groups on this machine, and restarts those that die. run_replicas.sh execs this program.
 
-    run_replicas.sh -> replicas.py -> ft.rpc.lighthouse_main              one, on loopback
+    run_replicas.sh -> replicas.py -> ft/rpc/lighthouse_main.py           one, on loopback
                                    -> launch.py, once per group           REPLICA_GROUP_ID = 0 ... N-1
 
 If this program is killed, Linux sends SIGTERM to the lighthouse and to the groups, which save and leave.
@@ -411,10 +411,9 @@ def start_lighthouse(
     }
     # --lower_limits: a new launch may have lower settings than the state file of the previous one.
     words = [*(word for flag in flags.items() for word in flag), "--lower_limits"]
-    command = [*through, sys.executable, "-m", "ft.rpc.lighthouse_main", *words]
-    paths = os.pathsep.join(filter(None, [str(ROOT), env.get("PYTHONPATH")]))
+    command = [*through, sys.executable, str(ROOT / "ft" / "rpc" / "lighthouse_main.py"), *words]
     with (config.run_folder / "groups" / "lighthouse.log").open("a") as log:
-        process = _start_process(command, {**env, "PYTHONPATH": paths}, log)
+        process = _start_process(command, env, log)
     assert process.stdout
     address = process.stdout.readline().strip()
     if not address:

@@ -30,7 +30,7 @@ try_it() { run_logged "$python" -Ic "import aiohttp.web, google.protobuf.timesta
 flags=("$@")
 before_install() {
   find_python $pythons python3
-  PYTHONPATH=$root "$found" -B -m ft.rpc.lighthouse_flags ${flags[@]+"${flags[@]}"} || exit $?
+  "$found" -B "$root/ft/rpc/lighthouse_flags.py" ${flags[@]+"${flags[@]}"} || exit $?
 }
 
 training_venv=${PHAROS_VENV:-$root/.venv}
@@ -42,4 +42,4 @@ else
   PHAROS_VENV=$training_venv-lighthouse
   use_python requirements-lighthouse.lock
 fi
-PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH} exec "$python" -m ft.rpc.lighthouse_main "$@"
+exec "$python" "$root/ft/rpc/lighthouse_main.py" "$@"

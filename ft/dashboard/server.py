@@ -106,7 +106,9 @@ async def serve_http(
         for place in at:
             try:
                 made: Any = _Newest(runner.server)
-                servers.append(await loop.create_server(made, place.host, first.port if first else place.port, **options))
+                servers.append(
+                    await loop.create_server(made, place.host, first.port if first else place.port, **options)
+                )
             except OSError as error:
                 if must and place is at[0]:
                     raise ValueError(f"--http {place}: {error.strerror}") from None

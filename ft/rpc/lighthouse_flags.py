@@ -14,6 +14,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NoReturn
 
+if __name__ == "__main__":  # run by path, from any folder: `-m` would take the `ft` of the working folder
+    sys.path[0] = str(Path(__file__).resolve().parents[2])
+
 from ft.protocol.lighthouse import LighthouseConfig
 from ft.protocol.messages import Timeouts
 from ft.rpc import state_file

@@ -1,4 +1,4 @@
-"""The lighthouse's program: python -m ft.rpc.lighthouse_main --min_replicas 2 (or ./scripts/run_lighthouse.sh).
+"""The lighthouse's program: python ft/rpc/lighthouse_main.py --min_replicas 2 (or ./scripts/run_lighthouse.sh).
 
 Prints its address on stdout, then that of its dashboard if it has one; everything else goes to stderr. No torch here.
 Exit code: 0 after SIGTERM or SIGINT, 2 for bad input (one line), else 1. ft/compat/lighthouse.py runs `serve` in a thread.
@@ -15,6 +15,10 @@ import socket
 import sys
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+
+if __name__ == "__main__":  # run by path, from any folder: `-m` would take the `ft` of the working folder
+    sys.path[0] = str(Path(__file__).resolve().parents[2])
 
 from ft.rpc.access import Access, Endpoint, try_to_listen
 from ft.rpc.driver import Driver, Observer

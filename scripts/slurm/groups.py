@@ -1,6 +1,6 @@
 """Runs the replica groups of a Slurm job: a lighthouse on the first node, and a job step per group. train.sbatch execs this program.
 
-    train.sbatch -> groups.py -> ft.rpc.lighthouse_main              on the first node
+    train.sbatch -> groups.py -> ft/rpc/lighthouse_main.py           on the first node
                               -> srun ... run_train.sh, per group    REPLICA_GROUP_ID = 0 ... N-1, on its own nodes
 
 A job step that fails is restarted on its nodes or, if Slurm has lost one of them, with a spare node instead. Signals that stop the job:

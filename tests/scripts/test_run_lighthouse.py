@@ -97,17 +97,21 @@ def test_a_first_start_checks_then_installs_what_a_lighthouse_needs(machine: Mac
     shutil.copy(ROOT / "requirements-lighthouse.lock", machine.repository)
     machine.tell("says", "2")
     assert machine.run(*N, "--bind", "here", script="run_lighthouse.sh")[0] == 2
-    assert machine.calls() == ["-B -m ft.rpc.lighthouse_flags --min_replicas 1 --bind here"], "and nothing else ran"
+    assert machine.calls() == [f"-B {machine.repository}/ft/rpc/lighthouse_flags.py --min_replicas 1 --bind here"], (
+        "and nothing else ran"
+    )
     machine.tell("says", "0")
     code, _, err = machine.run(*N, script="run_lighthouse.sh")
     assert code == 0, err
     calls = "\n".join(machine.calls())
     assert "-m venv" in calls and "-r " in calls and "requirements-lighthouse.lock" in calls
-    assert "torch" not in calls and calls.endswith("-m ft.rpc.lighthouse_main --min_replicas 1")
+    assert "torch" not in calls and calls.endswith("/ft/rpc/lighthouse_main.py --min_replicas 1")
     assert machine.venv.with_name(".venv-lighthouse").is_dir() and not machine.venv.exists()
     machine.forget()
     assert machine.run(*N, script="run_lighthouse.sh")[0] == 0
-    assert machine.calls() == ["-m ft.rpc.lighthouse_main --min_replicas 1"], "the second start goes straight to work"
+    assert machine.calls() == [f"{machine.repository}/ft/rpc/lighthouse_main.py --min_replicas 1"], (
+        "the second start goes straight to work"
+    )
 
 
 def test_what_a_lighthouse_installs():
@@ -117,6 +121,8 @@ def test_what_a_lighthouse_installs():
 
 
 def test_a_good_start_answers_and_ends_quietly(tmp_path: Path):
+    (tmp_path / "ft").mkdir()  # of another checkout, say, in the working folder
+    (tmp_path / "ft" / "__init__.py").write_text("raise SystemExit('another ft')\n")
     env = {**os.environ, "PYTHON": sys.executable, "PHAROS_NO_INSTALL": "1"}
     with subprocess.Popen(
         [SCRIPT, *HERE], cwd=tmp_path, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True

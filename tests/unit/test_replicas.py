@@ -352,10 +352,14 @@ def test_what_cannot_be_written_before_the_groups_start_is_one_line(
     no_file: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "ft").mkdir()
+    (tmp_path / "ft" / "__init__.py").write_text("raise SystemExit('the ft of the working folder')\n")
     (tmp_path / "outputs" / "a" / "groups" / no_file).mkdir(parents=True)
     (tmp_path / "a.toml").write_text("[model]\ndim = 32\nn_heads = 2\nn_kv_heads = 2\n")
     assert main(["a.toml", "--groups=2"]) == 1
     assert capsys.readouterr().err == f"pharos: {said.format(folder=tmp_path)}\n"
+    if no_file == "lighthouse.json":  # of the lighthouse's state
+        assert f"{no_file}: is a folder" in (tmp_path / "outputs" / "a" / "groups" / "lighthouse.log").read_text()
 
 
 def test_the_number_of_groups_may_stand_anywhere():
