@@ -5,12 +5,16 @@ from __future__ import annotations
 import itertools
 import re
 from collections import Counter
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
+import pytest
+
 from tools.cluster import verdicts
 from tools.cluster.measurements import ALL_PAIRS, disjoint_rounds, pairs
-from tools.cluster.report import as_json, draw
+from tools.cluster.report import as_json, draw, publish
+from tools.cluster.settings import CheckSettings
 from tools.cluster.verdicts import Names
 
 FOUR = Names(["a", "b", "c", "d"])
@@ -124,6 +128,16 @@ def test_a_slow_disk_is_a_hosts():
     rates = {0: 100.0, 1: 5.0, 2: 90.0, 3: 95.0, 4: 8.0, 5: 10.0}  # rank 1 waited for rank 0
     [finding] = verdicts.slow_hosts(names, rates, what="disk", unit="MB/s", share=0.5)
     assert finding.text == "rank 5 on c: slow disk: 10 MB/s, where 95 is usual"
+
+
+def test_a_report_that_cannot_be_written_is_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    settings = CheckSettings.parse(["--folder", str(tmp_path / "full")])
+    settings.folder.write_text("no folder can be made here")
+    figures = {"seconds": {}, "links": {}, "values": {}, "disk": {"failures": {"0": "No space left on device"}}}
+    reports = {0: {"torch": "2.0", "figures": figures}}
+    with pytest.raises(OSError, match="full"):
+        publish(settings, ["a"], reports, [verdicts.Finding("failed", (0,), "rank 0 on a: no space left")])
+    assert "FINDINGS (1):\n  rank 0 on a: no space left" in capsys.readouterr().out
 
 
 def test_a_wrong_clock_is_named_even_rank_0s_by_which_all_were_measured():

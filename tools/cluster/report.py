@@ -1,4 +1,4 @@
-"""Writes the report as text, JSON and a picture of the links. The lowest rank with a report calls `publish`."""
+"""The report: printed as text, and written as JSON and a picture of the links. The lowest rank with a report calls `publish`."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ MORE_STYLE = """
 
 
 def publish(settings: CheckSettings, hosts: Sequence[str], reports: Reports, found: Sequence[Finding]) -> None:
-    """Prints the report and writes <folder>/check_cluster/report.json and report.svg. Raises OSError."""
+    """Prints the report, then writes <folder>/check_cluster/report.json and report.svg. Raises OSError."""
+    report = as_json(settings, hosts, reports, found)
+    lines = text(report)
+    print(lines, flush=True)  # first: that the folder cannot be written may be a finding
     folder = settings.folder / "check_cluster"
     folder.mkdir(parents=True, exist_ok=True)
-    report = as_json(settings, hosts, reports, found)
     (folder / "report.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-    lines = text(report)
     (folder / "report.svg").write_text(draw(report, lines), encoding="utf-8")
-    print(lines, flush=True)
     print(f"\n{folder}/report.json, report.svg", flush=True)
 
 
