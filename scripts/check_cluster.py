@@ -22,8 +22,9 @@ import traceback
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from datetime import timedelta
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:] = [str(ROOT), *(folder for folder in sys.path if folder != str(ROOT / "scripts"))]
@@ -93,7 +94,10 @@ def start_ranks(settings: CheckSettings, launch_settings: LaunchSettings) -> int
     listener = None
     if first_node and settings.init_method == "env://":
         try:
-            listener = socket.create_server((host if launch_settings.nnodes == 1 else "", port), backlog=1024)
+            at: dict[str, Any] = {"address": (host if launch_settings.nnodes == 1 else "", port)}
+            if launch_settings.nnodes > 1 and socket.has_dualstack_ipv6():  # nodes may reach it over either protocol
+                at |= {"family": socket.AF_INET6, "dualstack_ipv6": True}
+            listener = socket.create_server(**at, backlog=1024)
         except OSError as error:
             raise ValueError(f"RDZV_ENDPOINT={host}:{port}: {error.strerror}") from None
         port = listener.getsockname()[1]
@@ -110,7 +114,11 @@ def start_ranks(settings: CheckSettings, launch_settings: LaunchSettings) -> int
                 run_forked(settings, place, parent, listener)
             ranks.pids[pid] = place.rank
         if listener:  # after the forks: its server is a thread, which a fork does not copy
-            store = dist.TCPStore(host, port, None, True, wait_for_workers=False, master_listen_fd=listener.detach())
+            arrives, descriptor = timedelta(seconds=settings.start_s), listener.detach()
+            with suppress(dist.DistError):  # not reached at this host: the ranks report the same
+                store = dist.TCPStore(
+                    host, port, None, True, arrives, wait_for_workers=False, master_listen_fd=descriptor
+                )
         return ranks.wait(settings.timeout_s + SETTLE_S)
     finally:
         ranks.kill()

@@ -24,6 +24,7 @@ import pytest
 
 from bench.drill_job import SUBNET, Network
 from bench.job import descendants
+from ft.rpc.access import has_ipv6
 from tests.scripts.tiny_job import ROOT, finished
 
 CHECK, FAULTS = ROOT / "scripts" / "check_cluster.py", ROOT / "tests" / "scripts" / "cluster_faults.py"
@@ -203,6 +204,18 @@ def test_the_ranks_of_torchrun(tmp_path: Path):
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", CHECK, *SMALL, "--folder", tmp_path]
     said = finished(command, CUDA_VISIBLE_DEVICES="").stdout
     assert "2 ranks on 1 host" in said and "no findings" in said, said
+
+
+def test_two_nodes_over_ipv6_without_a_launcher(tmp_path: Path):
+    if not has_ipv6():
+        pytest.skip("no IPv6 here")
+    with socket.create_server(("::1", 0), family=socket.AF_INET6) as free:
+        endpoint = f"::1:{free.getsockname()[1]}"
+    command = [sys.executable, CHECK, *SMALL, "--folder", tmp_path, "--start_timeout", "60"]
+    nodes = [{"NNODES": "2", "NODE_RANK": node, "RDZV_ENDPOINT": endpoint, "NPROC": "1"} for node in "01"]
+    with ThreadPoolExecutor(2) as threads:
+        runs = [threads.submit(finished, command, CUDA_VISIBLE_DEVICES="", **env) for env in nodes]
+    assert "no findings" in "".join(done.result().stdout for done in runs)
 
 
 def test_bad_init_methods_are_told():
