@@ -246,11 +246,18 @@ def _named(sizes: dict[str, int], names: str) -> dict[str, int]:
     return dict(zip(names.split(), (sizes[size] for size in ours), strict=True)) | own
 
 
+def move(model: torch.nn.Module, device: torch.device, dtype: torch.dtype) -> None:
+    """Moves a peer's model, and casts its parameters. Its buffers keep their types: the rotations of torchtitan's Llama are complex."""
+    model.to(device)
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
+
+
 def _peer_step(
     model: torch.nn.Module, logits_of: Callable[[Tensor], Tensor], setting: str, device: torch.device, loss_backend: str
 ) -> Step:
     """Returns a step of a peer's model. `loss_backend`: of torch.compile; "": the loss is not compiled separately."""
-    model.to(device, torch.bfloat16 if "bf16 weights" in setting else torch.float32)
+    move(model, device, torch.bfloat16 if "bf16 weights" in setting else torch.float32)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
 
     def plain_loss(logits: Tensor, labels: Tensor) -> Tensor:

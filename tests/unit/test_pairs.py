@@ -1,4 +1,4 @@
-"""bench/pairs.py: sides take turns, are compared inside a round, and say why they could not."""
+"""bench/pairs.py: sides take turns, are compared inside a round, and say why they could not; and a peer's model in bench/step.py."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from bench.pairs import Failed, Worker, asking, in_turns, parser, ratio, renew, spread, table
+from bench.step import move
 
 ECHO = """
 import json, os, sys, time
@@ -34,6 +36,13 @@ def test_sides_take_turns_and_every_other_round_is_reversed(sides: list[Worker])
     assert all(answer["got"] == {"steps": 2} for given in answers.values() for answer in given)
     turns = sorted((answer["at"], name) for name, given in answers.items() for answer in given)
     assert "".join(name for _, name in turns) == "cba" + "abc"
+
+
+def test_a_peer_keeps_its_complex_rotations() -> None:
+    model = torch.nn.Linear(2, 2)
+    model.register_buffer("freqs_cis", torch.polar(torch.ones(4), torch.arange(4.0)), persistent=False)
+    move(model, torch.device("cpu"), torch.bfloat16)
+    assert (model.weight.dtype, model.freqs_cis.dtype) == (torch.bfloat16, torch.complex64)
 
 
 def test_a_flag_has_the_type_of_its_default() -> None:
