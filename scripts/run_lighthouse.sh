@@ -34,6 +34,7 @@ before_install() {
 }
 
 training_venv=${PHAROS_VENV:-$root/.venv}
+training_venv=${training_venv%/}
 case $training_venv in /*) ;; *) training_venv=$PWD/$training_venv ;; esac
 if [ "${PHAROS_NO_INSTALL:-0}" != 1 ] &&
   "$training_venv/bin/python" -I "$root/scripts/lib/missing.py" requirements-lighthouse.lock 2>/dev/null </dev/null; then

@@ -30,6 +30,7 @@ use_python() {
     return
   fi
   venv=${PHAROS_VENV:-$root/.venv}
+  venv=${venv%/} # names of other files are made of it
   case $venv in /*) ;; *) venv=$PWD/$venv ;; esac
   python=$venv/bin/python
   if is_complete "$@"; then return; fi

@@ -329,6 +329,15 @@ def test_an_interrupted_installation_is_begun_again(machine: Machine, number: si
     assert sum("-m venv --clear" in call for call in machine.calls()) == 2, "from the beginning, not on top of a half"
 
 
+def test_the_name_of_a_new_folder_may_end_with_a_slash(machine: Machine):
+    code, _, err = machine.run(PHAROS_VENV=f"{machine.folder}/new/")
+    assert code == 0 and (machine.folder / "new" / "bin" / "python").exists(), err
+    code, _, err = machine.run(
+        "--min_replicas", "1", script="run_lighthouse.sh", PHAROS_VENV=f"{machine.folder}/other/"
+    )
+    assert code == 0 and (machine.folder / "other-lighthouse").is_dir(), err
+
+
 def test_a_folder_that_is_no_environment_is_not_touched(machine: Machine):
     (machine.folder / "thesis").mkdir()
     (machine.folder / "thesis" / "chapter").touch()
