@@ -21,7 +21,9 @@ export class LogIn {
       dialog.close();
       start();
     });
-    dialog.addEventListener("cancel", (event) => event.preventDefault()); // without a token the page has nothing to show
+    // Without a token the page has nothing to show. Browsers let a page prevent only the first Escape in a row.
+    dialog.addEventListener("cancel", (event) => event.preventDefault());
+    dialog.addEventListener("close", () => this.token || this.ask());
   }
 
   get token() {
@@ -53,7 +55,7 @@ const WORDS = {
   drain: {
     title: "Drain this group?",
     yes: "Drain it",
-    text: "Its trainers get SIGTERM: they finish the step, save, and leave. The other groups lose nothing.",
+    text: "Its trainers get SIGTERM: they finish the step and leave; the group that writes the checkpoints saves first. The other groups lose nothing.",
   },
   kill: {
     title: "Kill this group?",
