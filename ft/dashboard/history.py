@@ -83,7 +83,9 @@ class History:
         self._numbers = 0
         self._ids: frozenset[str] = frozenset()  # ids of the newest quorum
         self._quorum_id = 0
-        self.recent_steps: deque[tuple[float, int]] = deque()  # (time, step) of each new step of the last RATE_S
+        self.recent_steps: deque[tuple[float, int]] = (
+            deque()
+        )  # (time, step) of each new step of the last RATE_S, at least two
         for replica_id in machine.roster.lost:  # lost before this began
             self.gone[replica_id] = Departure(0.0, "", clean=False)
         self._see_quorum()
@@ -117,7 +119,9 @@ class History:
             if self.recent_steps:
                 self.last_step_s = now_s
             self.recent_steps.append((now_s, step))
-            while not 0 <= now_s - self.recent_steps[0][0] <= RATE_S:  # below 0: the clock was set back
+            while len(self.recent_steps) > 2 and now_s - self.recent_steps[0][0] > RATE_S:
+                self.recent_steps.popleft()
+            while self.recent_steps[0][0] > now_s:  # the clock was set back
                 self.recent_steps.popleft()
         loss = report.mean_loss  # 0: the group's process has committed no step yet
         if math.isfinite(loss) and loss and (not self.points or step > self.points[-1].step):
@@ -162,10 +166,13 @@ class History:
         )
 
     def steps_per_s(self) -> float:
-        """Returns the step rate of the last RATE_S; 0 if there was no step."""
-        if len(self.recent_steps) < 2 or self._wall_clock() - self.recent_steps[-1][0] > RATE_S:
+        """Returns the step rate of the last RATE_S, or of the last two steps if they are further apart; 0 if there was no step."""
+        if len(self.recent_steps) < 2:
             return 0.0
-        (began_s, first), (ended_s, last) = self.recent_steps[0], self.recent_steps[-1]
+        (before_s, _), (ended_s, last) = self.recent_steps[-2], self.recent_steps[-1]
+        if self._wall_clock() - ended_s > max(RATE_S, 2 * (ended_s - before_s)):
+            return 0.0
+        began_s, first = self.recent_steps[0]
         return (last - first) / (ended_s - began_s) if ended_s > began_s else 0.0
 
     def _see_departures(self, leaves: str) -> None:

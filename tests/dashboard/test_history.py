@@ -73,6 +73,26 @@ def test_the_report_of_a_group_that_heals_is_no_step():
     assert job.history.steps_per_s() == 1.0 and [point.step for point in job.history.points] == [1000, 1001]
 
 
+def test_the_pace_of_steps_that_take_longer_than_a_minute():
+    job = Job("a:1")
+    for step in (1, 2, 3, 4):
+        job.now_s += 70
+        job.report("a:1", step)
+    job.now_s += 139
+    assert job.history.steps_per_s() == 1 / 70
+    job.now_s += 2
+    assert job.history.steps_per_s() == 0.0, "twice that time without one"
+    for step in (5, 6, 7):
+        job.now_s += 1
+        job.report("a:1", step)
+    assert job.history.steps_per_s() == 1.0
+    job.now_s -= 1000  # the clock is set back
+    for step in (8, 9):
+        job.report("a:1", step)
+        job.now_s += 10
+    assert job.history.steps_per_s() == 0.1
+
+
 def test_who_leaves_is_not_lost():
     job = Job("a:1", "b:1")
     job.feed(m.Leave("b:1", clean=True, reason="done"))
