@@ -34,7 +34,7 @@ Forms the quorums of a job of replica groups. A number after the last semicolon 
   --min_replicas N           required: the fewest groups of a quorum, healing ones included
   --bind HOST:PORT           default [::]:29510 with a token or --insecure, else loopback; port 0: a free one
   --join_timeout_ms MS       how long the oldest request of a previous member (else of any group) waits for live groups; 60000
-  --quorum_tick_ms MS        interval between two checks of the waiting requests; 100
+  --quorum_tick_ms MS        interval between two checks of the waiting requests, at most 5000; 100
   --heartbeat_timeout_ms MS  silence after which a group is lost; must equal the groups' fault_tolerance.heartbeat_timeout_s; 5000
   --heal_grace_s S           wait of the others for a state that is arriving; must equal the groups' fault_tolerance.heal_grace_s; 30
   --http HOST:PORT|none      address of the dashboard, /status.json and /metrics; default: host and next port of --bind
@@ -127,7 +127,7 @@ def parser() -> argparse.ArgumentParser:
     add("--min_replicas", type=_whole(1, 1 << 20))
     add("--bind")
     add("--join_timeout_ms", type=_whole(0, MAX_MS), default=60_000)
-    add("--quorum_tick_ms", type=_whole(1, 60_000), default=100)
+    add("--quorum_tick_ms", type=_whole(1, 5000), default=100)  # the dashboard is updated with it
     add("--heartbeat_timeout_ms", type=_whole(1, MAX_MS), default=5000)
     add("--heal_grace_s", type=_seconds, default=30.0)
     add("--http")

@@ -33,6 +33,7 @@ N = ["--min_replicas", "1"]
         (["--min_replicas", "-1"], "--min_replicas: -1: must be a whole number from 1"),
         (["--min_replicas", "x"], "--min_replicas: x: must be a whole number from 1"),
         ([*N, "--quorum_tick_ms", "0"], "--quorum_tick_ms: 0: must be a whole number from 1"),
+        ([*N, "--quorum_tick_ms", "5001"], "--quorum_tick_ms: 5001: must be a whole number from 1 to 5000"),
         ([*N, "--takeover_s", "0"], "--takeover_s: 0: must be seconds above 0, up to 86400, or never"),
         ([*N, "--takeover_s", "29"], "--takeover_s 29: must be at least --heal_grace_s, 30, or never"),
         ([*N, "--stall_s", "never"], "--stall_s: never: must be seconds above 0, up to 86400"),
