@@ -42,7 +42,7 @@ interval = 250
 ELSEWHERE = {
     "./scripts/run_tests.sh": ("tests/scripts/test_install.py", "run_tests.sh"),
     "./scripts/run_lighthouse.sh": ("tests/scripts/test_run_lighthouse.py", "run_lighthouse.sh"),
-    "head -c 24 /dev/urandom": ("tests/scripts/test_run_lighthouse.py", "token_file"),
+    "(umask 077; head -c 24 /dev/urandom": ("tests/scripts/test_run_lighthouse.py", "token_file"),
     "lm_eval ": ("tests/e2e/test_evaluation.py", "lm_eval"),
     "curl ": ("tests/rpc/test_lighthouse_main.py", "status.json"),
     "tensorboard ": ("tests/unit/test_metrics_sinks.py", "event_accumulator"),
