@@ -90,7 +90,7 @@ quorum:
 	@.venv/bin/python bench/quorum.py --churn
 
 recovery:
-	@for what in kill stop storm lighthouse staggered killstorm; do .venv/bin/python bench/recovery.py $$what $(if $(PEER),--peer $(PEER)); done
+	@for what in kill stop storm lighthouse staggered killstorm; do .venv/bin/python bench/recovery.py $$what $(if $(PEER),--peer $(PEER)) || exit 1; done
 
 drill:
 	@for seed in 1 2 3; do .venv/bin/python bench/drill.py bench/drill.toml --groups 4 --minutes 3 --seed $$seed || exit 1; done
