@@ -7,11 +7,14 @@ standard error.
 from __future__ import annotations
 
 import argparse
+import os
+import signal
 import sys
 import time
 from collections.abc import Callable
+from io import TextIOWrapper
 from pathlib import Path
-from typing import TypeVar
+from typing import TypeVar, cast
 
 if __name__ == "__main__":  # run by path, from any folder: not scripts/, whose files could shadow a package
     sys.path[0] = str(Path(__file__).resolve().parents[1])
@@ -165,4 +168,12 @@ def load_model(
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    cast(TextIOWrapper, sys.stdout).reconfigure(errors="backslashreplace")
+    try:
+        code = main(sys.argv[1:])
+    except KeyboardInterrupt:
+        code = 128 + signal.SIGINT
+    except BrokenPipeError:  # `| head`. SIGPIPE stays ignored: an object store may close a connection, too
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # which Python flushes at its end
+        code = 128 + signal.SIGPIPE
+    sys.exit(code)

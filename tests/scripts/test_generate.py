@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
 from functools import partial
@@ -74,6 +76,14 @@ def test_generate_reads_the_newest_whole_checkpoint(folder: Path):  # noqa: F811
     assert drawn.stdout.startswith("ab") and "step-4: " in drawn.stderr
     own_prompt = generate(run, "--tokens", "40", "--temperature", "0")
     assert own_prompt.stdout == drawn.stdout, "the run's own prompt is the same"
+
+    command = [sys.executable, ROOT / "scripts" / "generate.py", run, "--prompt", "é", "--tokens", "40"]
+    assert finished(command, PYTHONIOENCODING="ascii").stdout.startswith("\\xe9")
+    reads, writes = os.pipe()
+    os.close(reads)  # as `| head` after its last line
+    with os.fdopen(writes) as pipe:
+        gone = subprocess.run(command, stdout=pipe, stderr=subprocess.PIPE, text=True, check=False)
+    assert gone.returncode == 128 + signal.SIGPIPE and "Traceback" not in gone.stderr
 
     damaged = next((run / "checkpoint" / "step-4").glob("*.distcp"))
     content = bytearray(damaged.read_bytes())
