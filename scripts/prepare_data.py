@@ -158,7 +158,8 @@ def verify(folder: Path) -> int:
 
 
 def find(pattern: str, out: Path) -> tuple[SourceFile, ...]:
-    """Returns the files of one SOURCE. Those of the hub have no times, and need not exist yet. Raises ValueError."""
+    """Returns the files of one SOURCE. Those of the hub have no times, and need not exist yet. Raises ValueError, and
+    OSError if the hub is not reached."""
     if not pattern.startswith(HUB):
         return find_files([pattern], TEXT_SUFFIXES, f"SOURCE {pattern}", every=True)
     need("huggingface_hub", extra="hf", setting=f"SOURCE {pattern}")
@@ -168,7 +169,9 @@ def find(pattern: str, out: Path) -> tuple[SourceFile, ...]:
     except FileNotFoundError:
         found = {}
     except Exception as error:  # of its own, of the network
-        raise ValueError(f"SOURCE {pattern}: the hub answers: {error}") from error
+        answer = getattr(error, "response", None)
+        refused = isinstance(error, ValueError) or (answer is not None and answer.status_code in (401, 403, 404))
+        raise (ValueError if refused else OSError)(f"SOURCE {pattern}: the hub: {error}") from error
     if not found:
         raise ValueError(f"SOURCE {pattern}: no file matches")
     return tuple(
@@ -202,7 +205,11 @@ def download(file: SourceFile) -> None:
     """Downloads a file of the hub, "datasets/OWNER/NAME/PATH", to its path. Raises OSError."""
     _, owner, name, path = file.name.split("/", 3)
     folder = file.path.parents[len(Path(path).parts) - 1]
-    import_module("huggingface_hub").hf_hub_download(f"{owner}/{name}", path, repo_type="dataset", local_dir=folder)
+    hub = import_module("huggingface_hub")
+    try:
+        hub.hf_hub_download(f"{owner}/{name}", path, repo_type="dataset", local_dir=folder)
+    except Exception as error:  # of its own, of the network: not all are OSErrors
+        raise OSError(f"{HUB}{file.name}: the hub: {error}") from error
 
 
 _tokenizer: Tokenizer  # of a process that tokenises

@@ -6,6 +6,7 @@ import gzip
 import hashlib
 import json
 import signal
+import socket
 import sys
 import threading
 from collections.abc import Iterator
@@ -268,6 +269,8 @@ class Hub(BaseHTTPRequestHandler):
             }
             return self.answer(json.dumps(info).encode(), "application/json")
         name = path.split("/resolve/", 1)[-1].partition("/")[2]
+        if name == "en/lost.txt":
+            return None  # the connection ends without an answer
         if path.startswith("/datasets/some/text/resolve/") and name in self.files:
             return self.answer(self.files[name], "application/octet-stream")
         self.send_error(404)
@@ -319,6 +322,7 @@ def hub() -> Iterator[str]:
         "en/c4-train.00000.json.gz": gzip.compress("".join(lines[:150]).encode()),
         "en/c4-train.00001.json.gz": gzip.compress("".join(lines[150:]).encode()),
         "en/c4-validation.00000.json.gz": gzip.compress(lines[0].encode()),
+        "en/lost.txt": b"words",
     }
     with ThreadingHTTPServer(("127.0.0.1", 0), Hub) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
@@ -345,6 +349,12 @@ def test_files_of_the_hub_are_downloaded_one_by_one(hub: str, tmp_path: Path):
     assert not list(Path("out").rglob("*.gz")), "a file that was read is removed"
     command[2] = "hf://datasets/some/text/none/*.json.gz"
     assert "no file matches" in finished(command, code=2, **environment).stderr
+    command[2:5] = ["hf://datasets/some/text/en/lost.txt", "--out", "other"]
+    lost = finished([*command, "--processes=1"], code=1, **environment).stderr
+    assert "prepare_data: hf://datasets/some/text/en/lost.txt: the hub: " in lost and "Traceback" not in lost
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        environment["HF_ENDPOINT"] = f"http://127.0.0.1:{closed.getsockname()[1]}"
+    assert "lost.txt: the hub: [Errno " in finished(command, code=1, **environment).stderr, "no bad input"
     assert (
         asdict(Store(Path("out"), "").manifest.settings)["files"][0][0]
         == "datasets/some/text/en/c4-train.00000.json.gz"
