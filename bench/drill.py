@@ -41,12 +41,12 @@ UNDER = {  # command prefixes that limit a resource
     "files": ["sh", "-c", 'ulimit -n 256; exec "$0" "$@"'],
     "shm": ["unshare", "--mount", "sh", "-c", 'mount -t tmpfs -o size=64m tmpfs /dev/shm && exec "$0" "$@"'],
 }
-LOOK_STEPS = 50
+VALIDATION_STEPS = 50
 DEFAULTS = {  # overrides on the command line come after these
     "training.steps": FOR_EVER,
     "lr_scheduler.total_steps": FOR_EVER,  # also of the twin, which has fewer steps
     "validation.enable": "true",
-    "validation.freq": LOOK_STEPS,
+    "validation.freq": VALIDATION_STEPS,
     "checkpoint.interval": 50,
     "fault_tolerance.digest_interval": 10,
     "metrics.enable_tensorboard": "false",
@@ -152,7 +152,7 @@ def drill(asked: DrillRequest, cleanup: ExitStack) -> int:
         verdicts.append(faults.figures_complete(job.run))
     if not asked.no_twin and not failed:
         slots = job.config.fault_tolerance.slots_per_step or asked.groups  # of a step
-        steps = faults.steps_for(job.run, faults.looks(job.run)[-1][0], slots) + 2 * LOOK_STEPS
+        steps = faults.steps_for(job.run, faults.validations(job.run)[-1][0], slots) + 2 * VALIDATION_STEPS
         try:
             with open_job(asked, "twin", training__steps=steps) as twin:
                 twin.ended()
@@ -183,8 +183,8 @@ def harm(job: DrillJob, asked: DrillRequest, kinds: Sequence[str], incidents: li
         if not variants and time.monotonic() - began_s < 60 * asked.minutes:
             variants = plan(kinds, dice, first=False, brief=asked.brief)
     if job.config.validation.enable:
-        before = len(faults.looks(job.run))
-        job.until("a validation after the last fault", lambda: len(faults.looks(job.run)) > before)
+        before = len(faults.validations(job.run))
+        job.until("a validation after the last fault", lambda: len(faults.validations(job.run)) > before)
     job.end()
     job.look()
 

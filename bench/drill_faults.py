@@ -507,7 +507,7 @@ def figures_complete(run: Path) -> Verdict:
     return Verdict("metrics complete", bool(steps) and not problems, "; ".join([words, *problems[:10]]))
 
 
-def looks(run: Path) -> list[tuple[float, float]]:
+def validations(run: Path) -> list[tuple[float, float]]:
     """Returns the validations of a run: (tokens trained on, loss in nats per token)."""
     tokens, found = 0.0, []
     for row in rows(run):
@@ -530,8 +530,8 @@ AS_GOOD = f"validation loss within {LOSS_NATS} nats of the twin's"
 
 def loss_of_twin(run: Path, twin: Path) -> Verdict:
     """Compares the last validation of the run with the twin's at the same tokens, by linear interpolation between two validations."""
-    name, (tokens, loss) = AS_GOOD, looks(run)[-1]
-    of_twin = looks(twin)
+    name, (tokens, loss) = AS_GOOD, validations(run)[-1]
+    of_twin = validations(twin)
     for (few, before), (many, after) in pairwise(of_twin):
         if few <= tokens <= many:
             other = before + (after - before) * (tokens - few) / (many - few)

@@ -104,7 +104,7 @@ class DrillJob(AbstractContextManager["DrillJob"]):
     def add(self) -> str:
         name = str(len(self.groups))
         if self.disk:
-            self.disk.keep_diaries(self.folder / name, self.ranks)
+            self.disk.keep_event_logs(self.folder / name, self.ranks)
         group = self.groups[name] = self.group(name)
         self.event_logs[name] = EventLog(name, self.folder / name, self.ranks)
         group.start()
@@ -356,7 +356,7 @@ class Disk:
             raise
         self.temporary.mkdir()
 
-    def keep_diaries(self, folder: Path, ranks: int) -> None:
+    def keep_event_logs(self, folder: Path, ranks: int) -> None:
         """Keeps a group's event logs on a different disk, as a full disk must not lose their lines."""
         folder.mkdir(parents=True, exist_ok=True)
         for rank in range(ranks):

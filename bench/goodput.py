@@ -71,21 +71,21 @@ class GoodputRun:
 
 
 @dataclass
-class Storm:
+class KilledJob:
     """A running job whose processes are killed and restarted. With `checkpoint_s` all processes are killed with the victim, and restart
-    from the last checkpoint; without it the others continue. `due`: group -> time of its restart."""
+    from the last checkpoint; without it the others continue. `restart_at_s`: group -> time of its restart."""
 
     job: RecoveryJob
     startup_s: float = 0.0
     checkpoint_s: float = 0.0
-    due: dict[ReplicaGroup, float] = field(default_factory=dict)
+    restart_at_s: dict[ReplicaGroup, float] = field(default_factory=dict)
     starts: int = 0
 
     def start(self) -> None:
-        self.due = dict.fromkeys(self.job.groups, 0.0)
+        self.restart_at_s = dict.fromkeys(self.job.groups, 0.0)
         self.restart()
 
-    def rage(self, seconds: float, every_s: float, first_s: float, victims: Victims) -> GoodputRun:
+    def run(self, seconds: float, every_s: float, first_s: float, victims: Victims) -> GoodputRun:
         """Starts all groups; kills a victim every `every_s`, the first after `first_s`, the last at least `every_s` / 2 before the end."""
         self.start()
         groups = self.job.groups
@@ -110,22 +110,22 @@ class Storm:
         killed = self.job.groups if self.checkpoint_s else [victim]
         for group in killed:
             group.kill()
-        self.due |= dict.fromkeys(killed, time.monotonic() + self.startup_s)
+        self.restart_at_s |= dict.fromkeys(killed, time.monotonic() + self.startup_s)
 
     def ended(self) -> list[ReplicaGroup]:
         """Returns the groups whose process has exited by itself."""
-        return [group for group in self.job.groups if group not in self.due and group.ended]
+        return [group for group in self.job.groups if group not in self.restart_at_s and group.ended]
 
     def restart(self) -> None:
         """Restarts the groups whose time has come."""
         env, folder = dict[str, str](), self.job.folder
-        ready = [group for group, due_s in self.due.items() if due_s <= time.monotonic()]
+        ready = [group for group, due_s in self.restart_at_s.items() if due_s <= time.monotonic()]
         if ready and self.checkpoint_s:
             self.starts += 1
             env = {"RENDEZVOUS": str(folder / f"start-{self.starts}"), "CHECKPOINT": str(folder / "checkpoint.pt")}
             env["CHECKPOINT_S"] = str(self.checkpoint_s)
         for group in ready:
-            del self.due[group]
+            del self.restart_at_s[group]
             group.start(**env)
 
     def tokens(self, step: int) -> float:
@@ -154,8 +154,8 @@ def storms(ways: Ways, megabytes: float, options: argparse.Namespace) -> tuple[l
         for name in turns:
             try:
                 with RecoveryJob(ways[name], PROCESSES, megabytes=megabytes) as job:
-                    storm = Storm(job, options.startup_s, ways[name].checkpoint_s)
-                    runs[name].append(storm.rage(60 * options.minutes, EVERY_S, EVERY_S / 2, running))
+                    killed_job = KilledJob(job, options.startup_s, ways[name].checkpoint_s)
+                    runs[name].append(killed_job.run(60 * options.minutes, EVERY_S, EVERY_S / 2, running))
                 text = str(runs[name][-1])
             except Failed as error:
                 text = str(error)

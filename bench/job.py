@@ -113,7 +113,7 @@ class LighthouseProcess(Worker):
         super().__init__("lighthouse", command, {}, cwd=ROOT)
         self.address = self.line().strip().removeprefix("http://")
         if not self.address:
-            output = self.last_words(lines=5)
+            output = self.end_of_stderr(lines=5)
             self.close()
             raise Failed(f"the lighthouse did not start: {output}")
 

@@ -90,7 +90,7 @@ class Worker:
         try:
             print(json.dumps(request), file=self._process.stdin, flush=True)
         except BrokenPipeError:
-            raise Failed(self.last_words()) from None
+            raise Failed(self.end_of_stderr()) from None
         return self.answer()
 
     def answer(self) -> Any:
@@ -98,7 +98,7 @@ class Worker:
         while line := self.line():
             if line.startswith("{"):
                 return json.loads(line)
-        raise Failed(self.last_words())
+        raise Failed(self.end_of_stderr())
 
     def line(self) -> str:
         """Returns the next line of output; "" if the process has ended."""
@@ -111,7 +111,8 @@ class Worker:
         self._process.communicate()
         self._stderr.close()
 
-    def last_words(self, lines: int = 1) -> str:
+    def end_of_stderr(self, lines: int = 1) -> str:
+        """Waits for the end of the process. Returns the last lines of its stderr or, if there are none, its exit code."""
         self._process.communicate()
         if self._over:
             return f"killed after {self._limit_s:.0f} s"

@@ -29,7 +29,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run by path, from any folder
 
-from bench.goodput import SEED, STEADY, GoodputRun, Storm, Victims
+from bench.goodput import SEED, STEADY, GoodputRun, KilledJob, Victims
 from bench.job import EventLine, EventLog, JobSide, RecoveryJob, ReplicaGroup, gaps, longest_gap
 from bench.pairs import Failed, in_turns, machine, parser, table
 
@@ -190,7 +190,7 @@ def stormy(
 ) -> tuple[GoodputRun, list[EventLine], list[ReplicaGroup]]:
     """Runs a job with kills. Returns the result, the last line of each group, and the groups, which have all ended at one step."""
     with RecoveryJob(side, groups, step_ms=options.step_ms) as job:
-        seen = Storm(job).rage(seconds, every_s, every_s, victims)
+        seen = KilledJob(job).run(seconds, every_s, every_s, victims)
         if seen.ended:
             raise job.failure("a group ended by itself")
         job.steps(STEADY, groups)

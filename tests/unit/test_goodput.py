@@ -9,7 +9,7 @@ from typing import cast
 
 import pytest
 
-from bench.goodput import TOKENS, GoodputRun, Storm, figures, reached, verdicts
+from bench.goodput import TOKENS, GoodputRun, KilledJob, figures, reached, verdicts
 from bench.job import RecoveryJob, ReplicaGroup
 from tests.unit.test_recovery import line
 
@@ -34,7 +34,7 @@ def commits(*steps: tuple[int, int], at_s: float = 0.0) -> str:
 
 def test_a_step_counts_once_with_as_many_as_took_part(tmp_path: Path):
     first, second = commits((1, 3), (2, 3), (3, 2), (4, 2)), commits((1, 3), (2, 3))
-    made = Storm(job(tmp_path, first, second), 0.0)
+    made = KilledJob(job(tmp_path, first, second), 0.0)
     assert made.tokens(0) == 10 * TOKENS and made.tokens(2) == 4 * TOKENS
 
 
@@ -44,13 +44,13 @@ def test_what_a_restart_took_back_does_not_count(tmp_path: Path):
         commits(*((step, 3) for step in range(1, 34))),
         commits(*((step, 3) for step in range(21, 35)), at_s=50),
     )
-    made = Storm(job(tmp_path, before + line("start", 60.0, 20) + after), 0.0, 5.0)
+    made = KilledJob(job(tmp_path, before + line("start", 60.0, 20) + after), 0.0, 5.0)
     assert made.tokens(30) == 4 * 3 * TOKENS
     assert made.redone(30.5) == 3
 
 
 def test_who_ended_is_started_again_and_a_restart_starts_all(tmp_path: Path):
-    made = Storm(job(tmp_path, "", "", command="import sys; sys.stdin.read()"), 0.0, 5.0)
+    made = KilledJob(job(tmp_path, "", "", command="import sys; sys.stdin.read()"), 0.0, 5.0)
     try:
         made.start()
         groups = made.job.groups
