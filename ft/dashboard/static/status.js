@@ -39,7 +39,7 @@ export class Status {
       [last ? lossText(last[2]) : "–", last ? `nats per token, step ${whole(last[1])}` : "not reported yet"],
       [job.quorum_id ? `#${job.quorum_id}` : "–", job.kind === "pharos" ? since : `${since}; torchft groups`],
       [job.alive < job.members ? `${whole(job.alive)} of ${whole(job.members)}` : whole(job.members), `at least ${whole(job.min_replicas)}; ${many(job.asking, "waits", "wait")} for a quorum`],
-      [pace(job.steps_per_s), "over the last minute"],
+      [pace(job.steps_per_s), "over the last minute, at least two steps"],
       [percent(job.goodput), "of the time in committed steps"],
     ];
     figures.forEach(([value, hint], place) => {
