@@ -100,7 +100,7 @@ def report_failure(result: RunResult, output: Output, ranks: LocalRanks) -> int:
 
 class Agent(LocalElasticAgent):
     """torch's agent, which also keeps the pids in LocalRanks up to date and limits restarts: MAX_RESTARTS per RESTARTS_WITHIN_S, after
-    increasing delays, none after MAX_SHORT_RUNS or bad input."""
+    increasing delays if runs are short, none after MAX_SHORT_RUNS or bad input."""
 
     def __init__(
         self, spec: WorkerSpec, output: Output, ranks: LocalRanks, clock: Clock, pause: Callable[[float], object]
@@ -135,7 +135,7 @@ class Agent(LocalElasticAgent):
                 # with no restarts left, torch returns the result: no restart, no waiting for other nodes
                 self._remaining_restarts = 0
                 return result
-            self._delay_s = restart_delay_s(self._short_runs)
+            self._delay_s = restart_delay_s(self._short_runs) if self._short_runs else 0.0
             # Old restarts no longer count. max_restarts grows with the remaining restarts, because torch computes the unique number of a
             # restart (TORCHELASTIC_RESTART_COUNT) from their difference.
             past = forget_old(self._restarted_at_s, now_s)
