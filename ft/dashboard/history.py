@@ -83,9 +83,8 @@ class History:
         self._numbers = 0
         self._ids: frozenset[str] = frozenset()  # ids of the newest quorum
         self._quorum_id = 0
-        self.recent_steps: deque[tuple[float, int]] = (
-            deque()
-        )  # (time, step) of each new step of the last RATE_S, at least two
+        # (time, step) of each new step of the last RATE_S, at least two
+        self.recent_steps: deque[tuple[float, int]] = deque()
         for replica_id in machine.roster.lost:  # lost before this began
             self.gone[replica_id] = Departure(0.0, "", clean=False)
         self._see_quorum()

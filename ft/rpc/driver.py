@@ -73,9 +73,8 @@ class Driver:
                 # 3 to 9 % of the time of a quorum of few groups.
                 try:
                     slept = loop.run_in_executor(None, over.wait, self._tick_s)
-                except (
-                    RuntimeError
-                ):  # the interpreter ends and starts no thread any more; this one, a daemon, ends with it
+                except RuntimeError:
+                    # the interpreter ends and starts no thread any more; this one, a daemon, ends with it
                     return await self._broken
                 await asyncio.wait((self._broken, slept), return_when=asyncio.FIRST_COMPLETED)
                 if self._clock() - due_s > self._tick_s:  # this process was stopped: handle arrived messages first
