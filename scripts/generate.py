@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 from io import TextIOWrapper
 from pathlib import Path
-from typing import TypeVar, cast
+from typing import TypeVar
 
 if __name__ == "__main__":  # run by path, from any folder: not scripts/, whose files could shadow a package
     sys.path[0] = str(Path(__file__).resolve().parents[1])
@@ -168,7 +168,8 @@ def load_model(
 
 
 if __name__ == "__main__":
-    cast(TextIOWrapper, sys.stdout).reconfigure(errors="backslashreplace")
+    if isinstance(sys.stdout, TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         code = main(sys.argv[1:])
     except KeyboardInterrupt:

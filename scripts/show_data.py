@@ -14,7 +14,6 @@ import signal
 import sys
 from io import TextIOWrapper
 from pathlib import Path
-from typing import cast
 
 if __name__ == "__main__":  # run by path, from any folder: not scripts/, whose files could shadow a package
     sys.path[0] = str(Path(__file__).resolve().parents[1])
@@ -79,5 +78,6 @@ def show(run: Path, positions: str) -> None:
 
 if __name__ == "__main__":
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends it
-    cast(TextIOWrapper, sys.stdout).reconfigure(errors="backslashreplace")
+    if isinstance(sys.stdout, TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
     sys.exit(main(sys.argv[1:]))
