@@ -306,7 +306,7 @@ def test_one_rank_computes_with_its_parameters_themselves(pool: Pool, dtype: tor
     assert others == (parameters if copied else 0)
 
 
-class Stream(torch.cpu.Stream):
+class WaitingStream(torch.cpu.Stream):
     """A stream that notes for which others it has waited."""
 
     def __init__(self) -> None:
@@ -331,7 +331,7 @@ class Allocations(TorchDispatchMode):
 def test_what_one_rank_sums_is_where_it_was_put_in_memory_of_the_stream_that_reduces() -> None:
     """torch frees the sum when that stream has yet to read it, and the backward pass may not write to that memory before."""
     form: dict[str, Any] = {"dtype": torch.float32, "device": torch.device("cpu")}
-    computes, reduces, made = Stream(), Stream(), list[Tensor]()
+    computes, reduces, made = WaitingStream(), WaitingStream(), list[Tensor]()
     comm = NoOpReduceScatter(SimpleNamespace(comm_ctx=SimpleNamespace(reduce_scatter_stream=reduces)))
     for _ in range(2):
         with torch.cpu.stream(computes), Allocations() as allocations:
