@@ -114,9 +114,10 @@ class Components:
         pin_memory = world.device.traits.pins_batches
         self.loader = self.cleanup.enter_context(closing(self.data.loader(sampler, pin_memory=pin_memory)))
         if config.validation.enable:
-            self.held_out = self.data.validation_loaders(sampler, pin_memory=pin_memory)
+            orders = self.data.validation_orders(seq_len=training.seq_len)
+            self.held_out = self.data.validation_loaders(orders, sampler, pin_memory=pin_memory)
             reads = config.validation.steps * self.slot_size
-            for name, order in self.data.validation_orders(seq_len=training.seq_len).items():
+            for name, order in orders.items():
                 if reads > (count := order.sequences_per_epoch) and not world.global_rank:
                     self.log.warning(
                         "validation: %d sequences are read, and %s has %d: the first ones count several times; "

@@ -129,7 +129,7 @@ def test_from_start_to_end_with_token_page_and_state(tmp_path: Path):
 
 
 def test_a_stderr_that_nobody_reads_holds_up_no_call_and_no_end(tmp_path: Path):
-    """What does not fit is dropped, and its number is told once somebody reads again."""
+    """Messages that do not fit are dropped, and their number is told once somebody reads again."""
     os.mkfifo(path := tmp_path / "stderr")
     reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # does not wait for a writer
     filler, writer = os.open(path, os.O_WRONLY | os.O_NONBLOCK), os.open(path, os.O_WRONLY)

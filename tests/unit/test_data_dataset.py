@@ -42,8 +42,9 @@ def test_loaders_follow_the_section(tmp_path: Path) -> None:
     config = files_config(path, seq_len=16, local_batch_size=2, seed=5, dataset_held_out=0.2)
     data = open_it(config, tmp_path / "cache")
     sampler = LocalBatchSampler(4, config.local_batch_size, 1, 2)
-    [validation] = data.validation_loaders(sampler).values()
-    orders = (data.order(seed=5, seq_len=16), data.validation_orders(seq_len=16)[""])
+    held_out = data.validation_orders(seq_len=16)
+    [validation] = data.validation_loaders(held_out, sampler).values()
+    orders = (data.order(seed=5, seq_len=16), held_out[""])
     for loader, order in zip((data.loader(sampler), validation), orders, strict=True):
         with closing(loader):
             (batch,) = loader.load([8])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from hashlib import sha256
@@ -117,12 +117,11 @@ class _Data:
         """Returns the orders of all sets of validation by name. Raises ValueError if one is too small."""
         return {name: StoreOrder(store, "all", seed=None, seq_len=seq_len) for name, store in self._validation_stores}
 
-    def validation_loaders(self, sampler: LocalBatchSampler, *, pin_memory: bool = False) -> dict[str, BatchLoader]:
-        """Opens a loader for each set of validation, which the caller closes. The name of the only set of the training data is ""."""
-        return {
-            name: self._open_loader(order, sampler, pin_memory)
-            for name, order in self.validation_orders(seq_len=self._config.seq_len).items()
-        }
+    def validation_loaders(
+        self, orders: Mapping[str, Order], sampler: LocalBatchSampler, *, pin_memory: bool = False
+    ) -> dict[str, BatchLoader]:
+        """Opens a loader for each of `validation_orders`, which the caller closes. The name of the only set of the training data is ""."""
+        return {name: self._open_loader(order, sampler, pin_memory) for name, order in orders.items()}
 
     def _open_loader(self, order: Order, sampler: LocalBatchSampler, pin_memory: bool) -> BatchLoader:
         mask, settings = self._config.document_mask, self._config.dataloader
@@ -366,9 +365,11 @@ class StreamedData(_Data):
     def loader(self, sampler: LocalBatchSampler, *, pin_memory: bool = False) -> BatchLoader:
         return self._open("train", sampler, pin_memory)
 
-    def validation_loaders(self, sampler: LocalBatchSampler, *, pin_memory: bool = False) -> dict[str, BatchLoader]:
+    def validation_loaders(
+        self, orders: Mapping[str, Order], sampler: LocalBatchSampler, *, pin_memory: bool = False
+    ) -> dict[str, BatchLoader]:
         own = {"": self._open("validation", sampler, pin_memory)} if self._config.dataset_held_out else {}
-        return own | super().validation_loaders(sampler, pin_memory=pin_memory)
+        return own | super().validation_loaders(orders, sampler, pin_memory=pin_memory)
 
     def _open(self, split: str, sampler: LocalBatchSampler, pin_memory: bool) -> StreamingLoader:
         stream = open_stream(self._config, dp_rank=sampler.dp_rank, dp_size=sampler.dp_size)
