@@ -14,6 +14,7 @@ next test finds a pool that works.
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import gc
 import importlib
 import importlib.util
@@ -129,8 +130,15 @@ class _Worker(Forked):
             return answer
         except (EOFError, ConnectionResetError):
             self.process.join()
-            output = Path(self._log.name).read_text(errors="replace")
-            return f"died (exit code {self.process.exitcode}); its last output:\n{output[-4000:]}"
+            return f"died (exit code {self.process.exitcode}); {self.last_output()}"
+
+    def last_output(self) -> str:
+        return f"its last output:\n{Path(self._log.name).read_text(errors='replace')[-4000:]}"
+
+    def abort(self) -> None:
+        """Ends the worker, which writes the stacks of its threads."""
+        os.kill(self.process.pid, signal.SIGABRT)
+        self.process.join(_GRACE_S)
 
     def stop(self) -> None:
         self.kill()
@@ -150,7 +158,8 @@ def _collect(workers: list[_Worker], timeout_s: float) -> list[_Answer | str]:
             if _problem(answers[rank]):
                 deadline = min(deadline, time.monotonic() + _GRACE_S)
     for rank in waiting.values():
-        answers[rank] = "still running when the time was over; killed"
+        workers[rank].abort()
+        answers[rank] = f"still running when the time was over; killed; {workers[rank].last_output()}"
     return [answers[rank] for rank in range(len(workers))]
 
 
@@ -168,6 +177,7 @@ def serve(log: str, connection: Connection) -> None:
     output = os.open(log, os.O_WRONLY | os.O_APPEND)
     os.dup2(output, 1)
     os.dup2(output, 2)
+    faulthandler.enable(2)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo" if sys.platform == "linux" else "lo0"
     for variable in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
         os.environ.pop(variable, None)
