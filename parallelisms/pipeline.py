@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
 from torch.distributed import P2POp
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import PipelineStage
@@ -21,6 +22,7 @@ from torch.distributed.pipelining.schedules import (
     _add_unshard_reshard,
     _PipelineScheduleRuntime,
 )
+from torch.torch_version import TorchVersion
 
 from models.contract import Model, no_loss_error
 from parallelisms.mesh import ParallelismConfig
@@ -160,6 +162,18 @@ class _Stage(PipelineStage):
         """Clones views, since torch detaches outputs in place: a norm at the end of a stage returns a view."""
         out = super().forward_maybe_with_nosync(*args, **kwargs)
         return out.clone() if out._is_view() else out
+
+    def backward_maybe_with_nosync(self, backward_type: Any, bwd_kwargs: Any, *more: Any, **named: Any) -> Any:
+        """Keeps the graph from the backward of the inputs to that of the weights, where this begins at an autograd.Function: before 2.13
+        torch frees those at the end of a stage, such as a chunked loss or a compiled block, in between."""
+        if backward_type != "input" or TorchVersion(torch.__version__) >= "2.13":
+            return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, *more, **named)
+        graph = [get_gradient_edge(out) for out in bwd_kwargs["stage_output"]]
+        gradients, groups = super().backward_maybe_with_nosync(backward_type, bwd_kwargs, *more, **named)
+        for group in groups or ():
+            if any(isinstance(node, torch._C._FunctionBase) for node in group["intermediates"]):
+                group["graph"] = graph
+        return gradients, groups
 
     def _validate_fwd_outputs(self, outputs: tuple[Tensor, ...]) -> None:
         """Does nothing: torch 2.11 compares shapes here, before `loss_of` can name what a model breaks; later versions do not."""

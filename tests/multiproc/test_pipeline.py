@@ -75,9 +75,10 @@ def differences(settings: dict[str, Setting], dtype: torch.dtype = torch.float32
 
 def difference(setting: Setting, dtype: torch.dtype) -> dict[str, Any]:
     checkpointing = ActivationCheckpointConfig(mode=setting.pop("activation_checkpoint", "none"))
+    chunk_tokens, precision = setting.pop("loss_chunk_tokens", 0), Precision(compute=dtype)
     config = ParallelismConfig(**setting)
     where = degrees(config, dist.get_world_size())
-    execution = ExecutionConfig(config, activation_checkpoint=checkpointing, precision=Precision(compute=dtype))
+    execution = ExecutionConfig(config, checkpointing, precision=precision, loss_chunk_tokens=chunk_tokens)
     parallel = on_cpu(build(), execution, batch=BATCH, seq_len=T)
     coordinate, n_sequences = where.coordinate(dist.get_rank()), BATCH * where.data_parallel
     rows = slice(coordinate.dp_rank * BATCH, (coordinate.dp_rank + 1) * BATCH)
@@ -143,7 +144,8 @@ def test_every_schedule(pool: Pool, world: int, pp: int) -> None:
 
 @pytest.mark.timeout(240)  # seven pipelines: 46 s beside two other tests
 def test_composed(pool: Pool, tmp_path: Path) -> None:
-    """FSDP or DDP in each stage, checkpointing, a CSV file, splits by names and by count, more stages than torch keeps gathered."""
+    """FSDP or DDP in each stage, checkpointing, a loss in chunks, a CSV file, splits by names and count, more stages than torch keeps
+    gathered."""
     file = tmp_path / "schedule.csv"
     file.write_text("\n".join(",".join(map(cell_text, row)) for row in table("DualPipeV", 2, 4, BATCH)))
     shards, copies = {"data_parallel_shard_degree": 2}, {"data_parallel_replicate_degree": 2}
@@ -161,7 +163,9 @@ def test_composed(pool: Pool, tmp_path: Path) -> None:
     ]
     settings = {
         "1F1B": pipeline("1F1B", 2, **shards, fsdp_reshard_after_forward="always"),
-        "zero bubble": pipeline("InterleavedZeroBubble", 2, **shards, pipeline_parallel_layers_per_stage=5),
+        "zero bubble": pipeline(
+            "InterleavedZeroBubble", 2, **shards, pipeline_parallel_layers_per_stage=5, loss_chunk_tokens=3
+        ),
         "looped": pipeline("LoopedBFS", 2, **shards, pipeline_parallel_layers_per_stage=1, **NO_WEIGHTS),
         "V": pipeline("ZBVZeroBubble", 2, **shards, activation_checkpoint="full", pipeline_parallel_microbatch_size=2),
         "V, copies": pipeline("DualPipeV", 2, **copies, module_fqns_per_model_part=names),
