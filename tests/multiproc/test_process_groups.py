@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 from torch.distributed.device_mesh import DeviceMesh
+from torch.torch_version import TorchVersion
 
 from ft.compat.process_groups import ErrorSwallowingProcessGroup
 from ft.process_groups.baby import ChildEngine, ProcessGroupBabyGloo, ProcessGroupBabyNCCL
@@ -160,9 +161,10 @@ def every_operation(kind: str) -> None:
     group.reduce_scatter_tensor_coalesced(outs, [given(rank, 12), given(rank, 3)]).wait()
     assert outs[0].equal(mine) and outs[1].equal(sum(given(r, 3) for r in ranks)[rank : rank + 1])
 
-    out = [torch.zeros(2, device=to) for _ in ranks]
-    group.alltoall(out, list(given(rank, 3, 2))).wait()
-    assert all(part.equal(given(r, 3, 2)[rank]) for r, part in enumerate(out))
+    if not gloo or TorchVersion(torch.__version__) >= "2.12":  # torch 2.11's gloo has only the form for one tensor
+        out = [torch.zeros(2, device=to) for _ in ranks]
+        group.alltoall(out, list(given(rank, 3, 2))).wait()
+        assert all(part.equal(given(r, 3, 2)[rank]) for r, part in enumerate(out))
     group.alltoall_base(value := torch.zeros(3, device=to), given(rank, 3), [], []).wait()
     assert value.equal(torch.stack([given(r, 3)[rank] for r in ranks]))
     # rank r gives k + 1 rows to rank k
