@@ -69,7 +69,9 @@ class Pool:
                 worker.send(_Task(file, name, args, rank, world_size, store, timeout_s))
             answers = _collect(ranks, timeout_s)
         except BaseException:  # such as pytest-timeout's: a late answer must not be taken for one of the next run
-            for worker in ranks:
+            for rank, worker in enumerate(ranks):
+                worker.abort()
+                print(f"rank {rank} of {world_size}: {worker.last_output()}")
                 worker.stop()
                 self._workers.remove(worker)
             raise

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 
 import pytest
@@ -46,11 +47,11 @@ class Interrupted(BaseException):
     """Raised in the middle of a run, as pytest-timeout raises."""
 
 
-def interrupts(pid: int) -> float:
+def interrupts(pid: int) -> None:
     dist.barrier()
     if dist.get_rank() == 0:
         os.kill(pid, signal.SIGUSR1)
-    return 0.0
+    signal.pause()
 
 
 def one_never_comes() -> None:
@@ -78,7 +79,9 @@ def test_a_dead_worker_is_told_with_its_last_output_and_replaced(pool: Pool) -> 
     assert [value for _, value in pool.run(2, total, 0.0)] == [1.0, 1.0]
 
 
-def test_the_answers_of_a_run_that_was_interrupted_are_not_those_of_the_next(pool: Pool) -> None:
+def test_the_answers_of_a_run_that_was_interrupted_are_not_those_of_the_next(
+    pool: Pool, capsys: pytest.CaptureFixture[str]
+) -> None:
     def interrupt(*_: object) -> None:
         raise Interrupted
 
@@ -86,9 +89,9 @@ def test_the_answers_of_a_run_that_was_interrupted_are_not_those_of_the_next(poo
     try:
         with pytest.raises(Interrupted):
             pool.run(2, interrupts, os.getpid())
-            signal.pause()  # if the answers were faster
     finally:
         signal.signal(signal.SIGUSR1, before)
+    assert re.search(r"rank 1 of 2: its last output:(.|\n)* in interrupts", capsys.readouterr().out)
     assert [value for _, value in pool.run(2, total, 0.0)] == [1.0, 1.0]
 
 
