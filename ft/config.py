@@ -327,7 +327,7 @@ class Environment:
     local_rank: int = _variable("LOCAL_RANK", _whole(0), 0)
     master_addr: str = _variable("MASTER_ADDR", str, "")  # address of the group's own store
     master_port: int | None = _variable("MASTER_PORT", _whole(0, 65535))
-    # Restarts of this group's ranks by torchelastic so far; the group's store outlives them.
+    # Restarts of this node's ranks by torchelastic so far, without those because of another node; torchelastic's store outlives all.
     restart_count: int = _variable("TORCHELASTIC_RESTART_COUNT", _whole(0), 0)
 
     # torchft's variables: they override arguments of ft.Manager, except for quorum_retries.

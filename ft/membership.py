@@ -1,5 +1,5 @@
 """Start-up of one replica group: rank 0 starts the group server, a child process, and a store for rendezvous with other groups. It writes
-the server's address to the group's own store (the launcher's or torch.distributed's), which outlives restarts: keys contain their number.
+the server's address to the group's own store. Keys contain `restart_count`, for stores that outlive a restart of the ranks.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ class ReplicaGroupConfig:
     host: str  # address at which other groups reach this host
     access: Access
     times: Timeouts
-    restart_count: int = 0  # TORCHELASTIC_RESTART_COUNT
+    # With a store that outlives restarts: TORCHELASTIC_RESTART_COUNT. Each node counts its own restarts, so nodes may differ after one.
+    restart_count: int = 0
     max_active_groups: int | None = None  # most groups that are assigned slots; None: no limit
     retries: int | None = None  # failed lighthouse calls that are repeated; None or -1: no limit
     every_step: bool = False  # request a quorum before each step; required by torchft's lighthouse

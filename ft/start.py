@@ -121,10 +121,10 @@ def open_manager(
     record_event: RecordEvent = ignore_event,
 ) -> Seam:
     """Makes the Seam of a run. `slot_size`: sequences of a group's batch. `skip_ranges`: see Ledger. `folder`: for a drill's event log.
-    `store`: the replica group's own. `device_type`: its gradients'. `fingerprint`: digests by name, equal in all groups. `agreement`: of
-    this group's ranks, if there are several. `long_phase_s`: see ManagerTelemetry. `restore`: loads the newest valid checkpoint, and the
-    manager's state. `phase_timer`, `record_event`: see telemetry.py. Raises ValueError (settings, token), OSError (no lighthouse, no group
-    server)."""
+    `store`: the replica group's own, new in each launch. `device_type`: its gradients'. `fingerprint`: digests by name, equal in all
+    groups. `agreement`: of this group's ranks, if there are several. `long_phase_s`: see ManagerTelemetry. `restore`: loads the newest
+    valid checkpoint, and the manager's state. `phase_timer`, `record_event`: see telemetry.py. Raises ValueError (settings, token),
+    OSError (no lighthouse, no group server)."""
     if not settings.enable:
         return SoloManager(slot_size, skip_ranges)
     # imported here, because training without groups needs neither grpc nor threads
@@ -146,7 +146,6 @@ def open_manager(
         host=advertised(settings.interface, environment.lighthouse),
         access=Access(environment.token, tls=environment.tls),
         times=settings.times,
-        restart_count=environment.restart_count,
         every_step=settings.quorum == "every_step",
         contact_s=float(environment.connect_timeout_s or ReplicaGroupConfig.contact_s),
     )

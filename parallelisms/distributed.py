@@ -69,8 +69,10 @@ class CommConfig:
                     raise ValueError(f"there is no folder {file.parent}")
                 if file.is_dir():
                     raise ValueError(f"{file} is a folder")
-                # All ranks of a launch connect within this time; an older file has the addresses of a killed launch.
-                if file.exists() and time.time() - file.stat().st_mtime > self.init_timeout_seconds:
+                # All ranks of a launch connect within this time, so an older file is another's; but ranks of torchelastic may be
+                # restarted ones.
+                is_old = file.exists() and time.time() - file.stat().st_mtime > self.init_timeout_seconds
+                if is_old and not dist.is_torchelastic_launched():
                     raise ValueError("the file is left from an earlier launch; remove it, or name a different one")
         except ValueError as error:
             raise ValueError(
@@ -110,8 +112,8 @@ def open_store(
     rank 0 hosts it. Raises ValueError (env:// without MASTER_ADDR and MASTER_PORT), torch's DistError, RuntimeError (the port is used)."""
     url = parse_init_method(init_method)
     if url.scheme == "file":
-        restarts = environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # a new file, without the addresses of dead ranks
-        return dist.FileStore(url.path + (f".{restarts}" if restarts != "0" else ""), world_size)
+        # A restart uses the same file, so no number of users is given, after which torch would remove it.
+        return dist.FileStore(url.path)
     host, port, serves = url.hostname, url.port, global_rank == 0
     if url.scheme == "env":
         missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not environ.get(name)]

@@ -145,7 +145,7 @@ class Manager:
             host=_resolve(hostname) if hostname else advertised(interface, lighthouse),
             access=Access(environment.token, insecure, environment.tls),
             times=times,
-            restart_count=environment.restart_count,
+            restart_count=environment.restart_count,  # torchrun's store outlives restarts
             contact_s=_seconds(environment.connect_timeout_s, connect_timeout) or ReplicaGroupConfig.contact_s,
             every_step=every_step,
             max_active_groups=min_replica_size if world_size_mode is WorldSizeMode.FIXED_WITH_SPARES else None,

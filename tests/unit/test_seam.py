@@ -6,16 +6,22 @@ import json
 import math
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
+from dataclasses import replace
+from pathlib import Path
+from typing import cast
 
 import pytest
+from torch.distributed import HashStore
 
 from ft import LighthouseServer, Seam, SoloManager
+from ft.config import Environment, FaultTolerance
 from ft.manager import Manager, ManagerOptions
 from ft.membership import ReplicaGroupConfig
 from ft.process_groups.gloo import ProcessGroupGloo
 from ft.protocol.messages import Timeouts
 from ft.rpc.access import Access
 from ft.seam import Stopped
+from ft.start import open_manager
 
 
 def group_of_one(lighthouse: str, slot_size: int) -> Seam:
@@ -206,3 +212,18 @@ def test_a_rewind_does_not_revoke_a_leave(manager: Seam):
     assert manager.may_exit
     manager.rewind("loss nan", lambda: None)
     assert manager.may_exit
+
+
+def test_ranks_of_nodes_that_count_their_restarts_differently_join_one_group(tmp_path: Path):
+    """torchelastic does not count the restart of a node whose ranks it restarts because another node's have failed."""
+    settings, store = FaultTolerance(enable=True, min_replica_size=1, process_group="gloo"), HashStore()
+    with ExitStack() as stack:
+        lighthouse = LighthouseServer("127.0.0.1:0", 1)
+        stack.callback(lighthouse.shutdown)
+        environment = Environment(lighthouse=lighthouse.address(), world_size=2, connect_timeout_s=1)
+        ids = set[str]()
+        for rank, restarts in enumerate((1, 0)):
+            launched = replace(environment, group_rank=rank, restart_count=restarts)
+            manager = open_manager(settings, launched, slot_size=1, folder=tmp_path, store=store)
+            ids.add(cast(Manager, stack.enter_context(closing(manager))).replica_id)
+    assert len(ids) == 1
