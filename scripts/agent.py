@@ -66,7 +66,8 @@ def run_ranks(
         ):
             spec = _spec(command, launch_settings, nproc, logs)
             result = Agent(spec, output, ranks, clock, pause).run()
-            spec.rdzv_handler.shutdown()
+            if result.is_failed():
+                spec.rdzv_handler.shutdown()  # other nodes stop waiting; after a good end the node of the store may be gone
     except (RendezvousError, DistError) as error:
         say(
             f"rendezvous of {launch_settings.nnodes} nodes at {launch_settings.endpoint or 'this node'} failed: {error.__cause__ or error}"
@@ -105,7 +106,7 @@ class Agent(LocalElasticAgent):
     def __init__(
         self, spec: WorkerSpec, output: Output, ranks: LocalRanks, clock: Clock, pause: Callable[[float], object]
     ) -> None:
-        # At the end nodes wait for each other, so that the store's node exits last. Failed nodes do not come, hence the timeout.
+        # A node waits at the end until no other runs ranks, as it may have their store. Failed nodes do not come, hence the timeout.
         super().__init__(spec, output, exit_barrier_timeout=60)
         self._ranks, self._clock, self._pause, self._restarted_at_s = ranks, clock, pause, list[float]()
         self._started_s, self._short_runs, self._delay_s = 0.0, 0, 0.0

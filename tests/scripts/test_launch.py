@@ -283,12 +283,16 @@ def test_an_ipv6_address_of_the_rendezvous_may_have_brackets(given: str):
     assert settings.endpoint == "::1:29755", "as torch and check_cluster split it, at the last colon"
 
 
-def test_two_nodes_meet(tree: Path, start: Start):
-    endpoint = f"127.0.0.1:{free_ports(1)[0]}"
-    nodes = [start("job.toml", "finish", NNODES="2", NODE_RANK=str(n), RDZV_ENDPOINT=endpoint) for n in (0, 1)]
+@pytest.mark.parametrize("ordered", [True, False])
+def test_two_nodes_meet(tree: Path, start: Start, ordered: bool):
+    env = {"NNODES": "2", "RDZV_ENDPOINT": f"127.0.0.1:{free_ports(1)[0]}"}
+    nodes = [start("job.toml", "finish", **env, **({"NODE_RANK": str(n)} if ordered else {})) for n in (0, 1)]
     shown = [node.communicate(timeout=60) for node in nodes]
-    assert [node.returncode for node in nodes] == [0, 0], shown
-    assert [out[:9] for out, _ in shown] == ["rank 0 is", ""], "rank 0 is on node 0, and only it is shown"
+    assert [(node.returncode, err) for node, (_, err) in zip(nodes, shown, strict=True)] == [(0, "")] * 2
+    outs = [out[:9] for out, _ in shown]
+    assert (outs if ordered else sorted(outs, reverse=True)) == ["rank 0 is", ""], (
+        "rank 0 is on node 0, and only it is shown"
+    )
 
 
 def end(process: subprocess.Popen[str]) -> tuple[int, str, str]:
