@@ -33,6 +33,7 @@ from scripts.launch_settings import (
     how_ended,
     restart_delay_s,
     say,
+    stopped_early,
     under_lifeline,
 )
 from training.log import Log
@@ -77,7 +78,8 @@ def run_ranks(
 
 
 def report_failure(result: RunResult, output: Output, ranks: LocalRanks) -> int:
-    """Prints which rank failed first, and the last line of its log. Returns the exit code: 2 if that rank reported bad input, else 1."""
+    """Prints which rank failed first, and the last line of its log. Returns the exit code: 2 if that rank reported bad input, 128 + n if
+    signal n stopped it before it could save, else 1."""
 
     def order(rank: int) -> tuple[bool, bool, float]:
         # Among the ranks that failed first, the one whose log ends first: the others failed because they lost it.
@@ -90,9 +92,12 @@ def report_failure(result: RunResult, output: Output, ranks: LocalRanks) -> int:
             with suppress(OSError):
                 print(last_line, file=sys.stderr)
         return 2
+    if ranks.stopping and code == -signal.SIGTERM:  # train.py had no handler yet
+        say(stopped_early(ranks.stopping))
+        return 128 + ranks.stopping
     how = how_ended(code)
     if code == -signal.SIGKILL and not ranks.killed:
-        how += ", out of memory?"
+        how += ", by hand or out of memory?"
     elif ranks.stopping:
         how += " while it was stopping; an earlier checkpoint, if there is one, is intact"
     say(f"rank {rank} failed ({how}): {last_line}; log: {output.path(rank)}")
@@ -164,7 +169,7 @@ class LocalRanks(Signals):
     `grace_s`. Forwards SIGUSR1. Signals are handled in a thread (see Signals), so also while the agent waits in C code."""
 
     def __init__(self, grace_s: float, exit_now: Callable[[int], Any] = os._exit) -> None:
-        self.stopping = False
+        self.stopping = 0  # number of the first stop signal
         self.killed = False
         self.change = threading.Lock()  # of `pids`
         self.pids = set[int]()  # of running ranks
@@ -180,11 +185,10 @@ class LocalRanks(Signals):
             if number == signal.SIGUSR1:
                 self._send(signal.SIGUSR1)
             elif not self.pids:
-                self._fail(
-                    f"stopped {'while the ranks were restarted' if self.started else 'before any rank was started'}"
-                )
+                when = "while the ranks were restarted" if self.started else "before any rank was started"
+                self._fail(f"stopped by {signal.Signals(number).name} {when}", 128 + number)
             elif not self.stopping:
-                self.stopping, self._stopping_since = True, time.monotonic()
+                self.stopping, self._stopping_since = number, time.monotonic()
                 self._send(signal.SIGTERM)
                 self._after(self._grace_s, lambda: self._kill(f"not saved within {self._grace_s:g} s"))
             elif time.monotonic() - self._stopping_since >= SAME_SIGNAL_S:
@@ -223,9 +227,9 @@ class LocalRanks(Signals):
         timer.start()
         self._timers.append(timer)
 
-    def _fail(self, why: str) -> None:
+    def _fail(self, why: str, code: int = 1) -> None:
         self._report(why)
-        self._exit_now(1)  # the main thread may wait in C code for other nodes
+        self._exit_now(code)  # the main thread may wait in C code for other nodes
 
     def _report(self, text: str) -> None:
         """Prints a line in a separate thread: a pipe that is full, and that nobody reads, blocks it."""

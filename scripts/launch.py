@@ -4,7 +4,7 @@
                               -> agent.py -> lifeline.py -> train.py   more ranks, more nodes, or restarts
 
 Exit code: 0 finished, or saved on SIGTERM or SIGINT; 2 bad input: one message, as a rule before any rank is started; 1 other errors;
-128 + n second stop signal n, with one rank in this process.
+128 + n stop signal n while no step was under way, or the second one, with one rank in this process.
 `./scripts/run_train.sh --help` lists the environment variables.
 """
 
@@ -27,7 +27,7 @@ ROOT = Path(__file__).resolve().parent.parent
 # Run by path, from any folder: the repository first, and not scripts/, whose files could shadow a package.
 sys.path[:] = [str(ROOT), *(folder for folder in sys.path if folder != str(ROOT / "scripts"))]
 
-from scripts.launch_settings import LaunchSettings, say  # noqa: E402
+from scripts.launch_settings import LaunchSettings, handle_early_stop, open_closed_streams, say  # noqa: E402
 
 if TYPE_CHECKING:
     from configs.schema import RunConfig
@@ -205,5 +205,7 @@ class Tee:
 
 
 if __name__ == "__main__":
+    open_closed_streams()
+    handle_early_stop()
     gc.disable()  # imports leave no garbage; run_here: train.py enables it
     sys.exit(main(sys.argv[1:]))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import select
 import signal
 import sys
 from collections.abc import Mapping, Sequence
@@ -13,6 +14,7 @@ from pathlib import Path
 
 RESTARTS_WITHIN_S = 24 * 3600.0
 SHORT_RUN_S, MAX_SHORT_RUNS = 30.0, 6  # after this many short runs in a row nothing is restarted
+STOPPED_EARLY = 128 + signal.SIGTERM  # exit code of a group that a supervisor stops while no step is under way
 RESTART_S = 1.0  # delay before a restart; doubles with each consecutive short run
 LIFELINE = Path(__file__).resolve().parent / "lib" / "lifeline.py"
 
@@ -21,6 +23,33 @@ def say(text: str) -> None:
     """Prints a line for the user, if that is possible: the reader of a pipe (`| head`) may have gone, or the disk may be full."""
     with suppress(OSError, ValueError):
         print(f"pharos: {text}", file=sys.stderr, flush=True)
+
+
+def stopped_early(number: int) -> str:
+    return f"stopped by {signal.Signals(number).name} while no step was under way"
+
+
+def handle_early_stop() -> None:
+    """Lets Ctrl-C and SIGTERM end this process with one line, until train.py or a supervisor installs its own handlers."""
+
+    def end(number: int, frame: object) -> None:
+        with suppress(OSError):  # not through sys.stderr, which this thread may be writing to; and not into a full pipe
+            if select.select([], [2], [], 0)[1]:
+                os.write(2, f"pharos: {stopped_early(number)}\n".encode())
+        os._exit(128 + number)
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        if signal.getsignal(number) != signal.SIG_IGN:  # as in the background of a shell script
+            signal.signal(number, end)
+
+
+def open_closed_streams() -> None:
+    """Opens os.devnull in place of standard streams that the caller has closed: code expects streams, and files would get their numbers."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is None:
+            os.dup2(os.open(os.devnull, os.O_RDWR), number)
+            os.set_inheritable(number, True)  # also if dup2 had nothing to do
+            setattr(sys, name, open(number, "w" if number else "r", closefd=False))  # noqa: SIM115
 
 
 def how_ended(code: int) -> str:

@@ -32,11 +32,15 @@ from scripts.launch_settings import (  # noqa: E402
     MAX_SHORT_RUNS,
     RESTARTS_WITHIN_S,
     SHORT_RUN_S,
+    STOPPED_EARLY,
     LaunchSettings,
     forget_old,
+    handle_early_stop,
     how_ended,
+    open_closed_streams,
     restart_delay_s,
     say,
+    stopped_early,
     under_lifeline,
 )
 from training.signals import SAME_SIGNAL_S, stop_signals  # noqa: E402
@@ -125,7 +129,8 @@ class ReplicaSupervisor:
             self.code = 1 if code < 0 else code
             if too_often and self.restarts:
                 how += f"; {self.restarts} restarts within {RESTARTS_WITHIN_S / 3600:g} h, MAX_RESTARTS reached"
-            return "" if code == 0 else f"group {self.name} failed and is not restarted ({how})"
+            told = not self.restarts and code == STOPPED_EARLY  # and it has said so
+            return "" if code == 0 or told else f"group {self.name} failed and is not restarted ({how})"
         self.restarted_at_s.append(now_s)
         self.restart_at_s = now_s + restart_delay_s(self.short_runs)
         return f"group {self.name} died ({how})"
@@ -239,18 +244,24 @@ def main(argv: list[str]) -> int:
         return 1
     with closing(lock):
         ranks = len(devices[0]) or LaunchSettings.read(os.environ).nproc or 1
+        received = collect_signals(*stop_signals())
         try:
             env = environment(config.run_folder, number, ranks)
             lighthouse = LighthouseSupervisor(config, env, opens=OPEN in argv)
         except (OSError, RuntimeError) as error:
             say(str(error))
             return 1
+        if received:
+            lighthouse.close()
+            say(stopped_early(received[0][0]))
+            return 128 + received[0][0]
         env["TORCHFT_LIGHTHOUSE"], folder = lighthouse.address, config.run_folder / "groups"
         groups = [
             ReplicaSupervisor.local(str(name), rest, env, folder, restarts, visible)
             for name, visible in enumerate(devices)
         ]
-        return run(groups, lighthouse, collect_signals(*stop_signals()), grace_s)
+        code = run(groups, lighthouse, received, grace_s)
+        return 128 + received[0][0] if code == STOPPED_EARLY and received else code
 
 
 def lock_groups(folder: Path) -> RunLock:
@@ -303,7 +314,8 @@ def run(
             if any(group.is_refused for group in groups):
                 return 2  # the message has been printed; of a group that is refused later, the others go on
             time.sleep(POLL_S)
-        return max(group.code or 0 for group in groups)
+        codes = {group.code or 0 for group in groups}
+        return max(codes - {STOPPED_EARLY} or codes)  # one that was stopped early had nothing to save; others may have
     finally:
         for group in groups:
             group.end()
@@ -430,4 +442,6 @@ def _start_process(command: Sequence[str], env: Mapping[str, str], stderr: int |
 
 
 if __name__ == "__main__":
+    open_closed_streams()
+    handle_early_stop()
     sys.exit(main(sys.argv[1:]))

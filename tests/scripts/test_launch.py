@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -109,10 +109,10 @@ def stub_torch(tree: Path) -> None:
 
 @pytest.fixture
 def start(tree: Path, cleanup: ExitStack) -> Start:
-    def start(*arguments: str, **env: str) -> subprocess.Popen[str]:
+    def start(*arguments: str, through: Sequence[str] = (), **env: str) -> subprocess.Popen[str]:
         drop = {"OMP_NUM_THREADS", "PYTHONPATH", "CUDA_VISIBLE_DEVICES"}
         process = subprocess.Popen(
-            [sys.executable, str(tree / "scripts" / "launch.py"), *arguments],
+            [*through, sys.executable, str(tree / "scripts" / "launch.py"), *arguments],
             cwd=tree,
             env={**{name: value for name, value in os.environ.items() if name not in drop}, **env},
             stdin=subprocess.DEVNULL,
@@ -147,6 +147,24 @@ def test_a_letter_that_the_terminal_lacks_is_escaped_there_and_whole_in_the_log(
     code, out, err = end(start("job.toml", "letter", PYTHONIOENCODING="ascii"))
     assert (code, err) == (0, "") and out.endswith("[0] \\u03c9\n")
     assert (tree / "outputs" / "job" / "logs" / "rank0.log").read_text() == out.replace("\\u03c9", chr(969))
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_stop_before_training_is_one_line(tree: Path, start: Start, number: signal.Signals, code: int):
+    (tree / "torch.py").write_text("import os, signal; os.write(1, b'imports'); signal.pause()")
+    process = start("job.toml", "finish")
+    assert process.stdout is not None and process.stdout.read(7) == "imports"
+    process.send_signal(number)
+    assert end(process) == (code, "", f"pharos: stopped by {number.name} while no step was under way\n")
+
+
+@pytest.mark.usefixtures("stub_torch")
+@pytest.mark.parametrize(("config", "closed", "code"), [("job.toml", ">&-", 0), ("lob.toml", "2>&-", 2)])
+def test_a_standard_stream_may_be_closed(tree: Path, start: Start, config: str, closed: str, code: int):
+    launched = start(config, "finish", through=("bash", "-c", f'exec "$@" {closed}', "bash"))
+    assert end(launched) == (code, "", "")
+    log = tree / "outputs" / "job" / "logs" / "rank0.log"
+    assert log.exists() == (code == 0) and (code or log.read_text().startswith("rank 0 is "))
 
 
 @pytest.mark.usefixtures("stub_torch")

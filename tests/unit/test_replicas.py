@@ -220,6 +220,20 @@ def test_a_job_goes_on_where_nothing_can_be_said(tmp_path: Path):
     assert codes == [1]
 
 
+@pytest.mark.parametrize(("codes", "code"), [((143, 143), 143), ((0, 143), 0), ((1, 143), 1)])
+def test_groups_that_are_stopped_early_have_not_failed(
+    codes: tuple[int, int], code: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    class Early(Leaves):
+        def ended(self) -> int | None:  # type: ignore[override]
+            return codes[int(self.name)] if self.told else None
+
+    groups = [Early(str(name), [], {}, tmp_path / "log", restarts=2) for name in range(2)]
+    received = [(signal.SIGTERM, time.monotonic())]
+    assert run(groups, cast(Any, NoLighthouse()), cast(Any, received), grace_s=120.0) == code
+    assert capsys.readouterr().err.count("failed") == (code == 1)
+
+
 class NoLighthouse:
     address = ""
 
@@ -416,12 +430,19 @@ def test_a_stop_while_no_rank_runs_says_whether_there_were_any(capsys: pytest.Ca
     with closing(LocalRanks(120.0, codes.append)) as ranks:
         ranks.handle(signal.SIGTERM)
         ranks.started = True
-        ranks.handle(signal.SIGTERM)
-    assert codes == [1, 1]
+        ranks.handle(signal.SIGINT)
+    assert codes == [143, 130]
     assert [line.removeprefix("pharos: ") for line in capsys.readouterr().err.splitlines()] == [
-        "stopped before any rank was started",
-        "stopped while the ranks were restarted",
+        "stopped by SIGTERM before any rank was started",
+        "stopped by SIGINT while the ranks were restarted",
     ]
+
+
+def test_ranks_that_are_stopped_before_they_can_save_are_no_failure(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    program = "import os, signal; os.kill(os.getppid(), signal.SIGINT); signal.pause()"
+    settings, logs = LaunchSettings.read({}), tmp_path / "run" / "logs"
+    assert run_ranks([sys.executable, "-c", program], settings, nproc=1, logs=logs) == 130
+    assert capsys.readouterr().err == "pharos: stopped by SIGINT while no step was under way\n"
 
 
 def test_deaf_ranks_are_killed_though_nobody_reads_why(tmp_path: Path):
