@@ -19,14 +19,22 @@ usage() {
     "On several machines: scripts/run_lighthouse.sh on one, then on each, with TORCHFT_LIGHTHOUSE, REPLICA_GROUP_ID, PHAROS_TOKEN_FILE" \
     "and MAX_RESTARTS=100 set, scripts/run_train.sh CONFIG --fault_tolerance.enable true." \
     "" \
-    "Each group gets NPROC of the visible GPUs, default an equal share. Too few GPUs are an error, unless SHARE_GPUS=1." \
+    "Each group gets NPROC of the visible GPUs, default an equal share." \
     "" \
-    "Environment: as for run_train.sh; PHAROS_TOKEN, default random; MAX_RESTARTS of each group in 24 h, default 100; STOP_GRACE:" \
-    "seconds that the groups have to save after SIGTERM or Ctrl-C, default 120; a second signal, 2 s later or more, kills them." \
-    "Exit code: 0 all groups finished, or saved after SIGTERM or Ctrl-C; 2 bad input; 1 other errors."
+    "Environment, beside that of run_train.sh:" \
+    "  MAX_RESTARTS       restarts of each group in any 24 h, default 100" \
+    "  PHAROS_TOKEN       the job's token, default random" \
+    "  SHARE_GPUS         1: groups may share GPUs, for trials; default: too few GPUs are an error" \
+    "  STOP_GRACE         seconds that the groups have to save after SIGTERM or Ctrl-C, default 120; a second signal, 2 s later or" \
+    "                     more, kills them" \
+    "" \
+    "Exit code: 0 all groups finished, or saved after SIGTERM or Ctrl-C; 2 bad input; 130, 143 stopped by Ctrl-C or SIGTERM while" \
+    "no step was under way; 1 other errors."
 }
 
-case " $* " in *" --help "* | *" -h "*) usage && exit 0 ;; esac
+for word in "$@"; do
+  case $word in --help | -h) usage && exit 0 ;; esac
+done
 if [ $# -eq 0 ]; then
   usage >&2
   exit 2

@@ -24,8 +24,8 @@ usage() {
     "  TORCH_INDEX        index to install torch from; default: a CPU build without an NVIDIA driver, the CUDA build with one" \
     "  PHAROS_NO_INSTALL  1: install nothing; use PYTHON as it is, and print what it lacks" \
     "  NPROC (or NGPU)    ranks on this node; default: one per visible GPU, else 1" \
-    "  NNODES             number of nodes, default 1; run the same command on each" \
-    "  NODE_RANK          this node's rank, 0 to NNODES-1; default: in order of arrival" \
+    "  NNODES             number of nodes, default 1; run the same command on each; a node waits 15 minutes for the others" \
+    "  NODE_RANK          this node's rank, 0 to NNODES-1; default: in order of arrival, which may differ between launches" \
     "  RDZV_ENDPOINT      host:port of node 0, for the rendezvous" \
     "  LOG_RANK           ranks whose output is shown, such as 0,3, or all; default 0. <run>/logs (with replica groups:" \
     "                     <run>/groups/<id>) has that of every rank" \
@@ -34,14 +34,11 @@ usage() {
     "                     not with one rank and no restarts, which is not supervised" \
     "  OMP_NUM_THREADS    threads per rank, default: cores of this machine divided by its ranks" \
     "" \
-    "Exit code: 0 finished, or saved after SIGTERM or Ctrl-C; 2 bad input; 1 other errors;" \
-    "128 + n second stop signal n, with one rank."
+    "Exit code: 0 finished, or saved after SIGTERM or Ctrl-C; 2 bad input; 130, 143 stopped by Ctrl-C or SIGTERM while" \
+    "no step was under way; 128 + n second stop signal n, with one rank; 1 other errors."
 }
 
-case " $* " in
-  *" --help "?* | *" -h "?*) ;; # a section is named: launch.py lists its keys
-  *" --help " | *" -h ") usage && exit 0 ;;
-esac
+case ${!#} in --help | -h) usage && exit 0 ;; esac # before a section: launch.py lists its keys
 if [ $# -eq 0 ]; then
   usage >&2
   exit 2

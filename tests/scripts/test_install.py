@@ -253,6 +253,12 @@ def test_the_keys_of_a_section_are_listed_by_the_launcher(machine: Machine):
         assert machine.calls()[-1].endswith(f"scripts/launch.py {' '.join(words)}")
 
 
+@pytest.mark.parametrize("script", ["run_train.sh", "run_replicas.sh"])
+def test_a_value_that_contains_a_flag_for_help_is_a_value(machine: Machine, script: str):
+    assert "usage" not in machine.run("job.toml", "--sample.prompt", "ls -h", script=script)[1]
+    assert machine.calls()[-1].endswith("job.toml --sample.prompt ls -h")
+
+
 # which torch
 
 
