@@ -5,8 +5,9 @@
     python scripts/prepare_data.py --verify DIR
 
 SOURCE: a file, glob or folder of .txt, .jsonl, .json (a record per line) or .parquet, each also with .gz or .zst; or the files of a data
-set on the Hugging Face hub, each downloaded when it is its turn: "hf://datasets/allenai/c4/en/c4-train.*.json.gz". The store is the same
-for any number of processes. After a kill or Ctrl-C the same command goes on where it was.
+set on the Hugging Face hub, each downloaded when it is its turn: "hf://datasets/allenai/c4/en/c4-train.*.json.gz", or with NAME@REVISION
+(a branch, a commit, ~parquet) in place of NAME. DIR is not in a folder SOURCE. The store is the same for any number of processes.
+After a kill or Ctrl-C the same command goes on where it was.
 Exit code: 0 written, finished before, or verified; 1 another error, damage found or interrupted; 2 bad input.
 """
 
@@ -15,6 +16,7 @@ from __future__ import annotations
 import argparse
 import multiprocessing
 import os
+import shlex
 import signal
 import sys
 import threading
@@ -37,7 +39,7 @@ from scripts.launch import cores_here  # noqa: E402 (our packages first)
 from training.config import need  # noqa: E402
 from training.data.cache import BUCKETS, bucket_of  # noqa: E402
 from training.data.sources import TEXT_SUFFIXES, SourceFile, TextSource, find_files, text_source  # noqa: E402
-from training.data.store import FORMAT, MANIFEST, Store, StoreSettings, StoreWriter  # noqa: E402
+from training.data.store import FORMAT, JOURNAL, MANIFEST, Store, StoreSettings, StoreWriter  # noqa: E402
 from training.log import Log  # noqa: E402
 from training.progress import Bar, quantity  # noqa: E402
 from training.tokenizer import Tokenizer, build_tokenizer  # noqa: E402
@@ -75,12 +77,14 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("sources", nargs="*", metavar="SOURCE")
     parser.add_argument("--out", type=Path, help="folder of the store")
     parser.add_argument("--tokenizer", default="", metavar="PATH", help='tokenizer.json or its folder; "": bytes')
-    parser.add_argument("--text-key", default="text", help="field with the text of a record")
-    parser.add_argument("--held-out", type=float, default=0.03, help="share of the documents that is held out")
+    parser.add_argument("--text-key", default="text", help='field with the text of a record, default "text"')
+    parser.add_argument(
+        "--held-out", type=float, default=0.03, help="share of the documents that is held out, default 0.03"
+    )
     parser.add_argument(
         "--processes", type=int, default=max(1, cores_here()), help="processes that tokenise; default: the cores"
     )
-    parser.add_argument("--shard-tokens", type=int, default=1 << 28, help="ids in a shard, at least")
+    parser.add_argument("--shard-tokens", type=int, default=1 << 28, help="ids in a shard, at least; default 2^28")
     parser.add_argument("--verify", type=Path, metavar="DIR", help="compare the files of a store with their digests")
     options = parser.parse_args(argv)
     if not options.verify and not (options.sources and options.out):
@@ -143,7 +147,7 @@ def prepare(options: argparse.Namespace) -> int:
         manifest.digest[:8],
         quantity(manifest.tokens / seconds),
     )
-    log.info("next: --training.dataset=store --training.dataset_path=%s", options.out)
+    log.info("next: --training.dataset=store --training.dataset_path=%s", shlex.quote(str(options.out)))
     return 0
 
 
@@ -161,7 +165,15 @@ def find(pattern: str, out: Path) -> tuple[SourceFile, ...]:
     """Returns the files of one SOURCE. Those of the hub have no times, and need not exist yet. Raises ValueError, and
     OSError if the hub is not reached."""
     if not pattern.startswith(HUB):
-        return find_files([pattern], TEXT_SUFFIXES, f"SOURCE {pattern}", every=True)
+        folder = Path(pattern).expanduser().resolve()
+        # The next call would take the store's files for text
+        if folder.is_dir() and out.resolve().is_relative_to(folder):
+            raise ValueError(
+                f"--out {out}: lies in SOURCE {pattern}; legal: a folder outside it, such as {folder.parent / f'{folder.name}-store'}"
+            )
+        own = {(out / name).resolve() for name in (JOURNAL, MANIFEST)}  # a glob may find those of a killed call
+        files = find_files([pattern], TEXT_SUFFIXES, f"SOURCE {pattern}", every=True)
+        return tuple(file for file in files if file.path.resolve() not in own)
     need("huggingface_hub", extra="hf", setting=f"SOURCE {pattern}")
     hub = import_module("huggingface_hub")
     try:
@@ -202,12 +214,12 @@ def read(
 
 
 def download(file: SourceFile) -> None:
-    """Downloads a file of the hub, "datasets/OWNER/NAME/PATH", to its path. Raises OSError."""
-    _, owner, name, path = file.name.split("/", 3)
-    folder = file.path.parents[len(Path(path).parts) - 1]
+    """Downloads a file of the hub, "datasets/OWNER/NAME[@REVISION]/PATH", to its path. Raises OSError."""
     hub = import_module("huggingface_hub")
     try:
-        hub.hf_hub_download(f"{owner}/{name}", path, repo_type="dataset", local_dir=folder)
+        of = hub.HfFileSystem().resolve_path(file.name)
+        folder = file.path.parents[len(Path(of.path_in_repo).parts) - 1]
+        hub.hf_hub_download(of.repo_id, of.path_in_repo, repo_type=of.repo_type, revision=of.revision, local_dir=folder)
     except Exception as error:  # of its own, of the network: not all are OSErrors
         raise OSError(f"{HUB}{file.name}: the hub: {error}") from error
 

@@ -161,14 +161,16 @@ def test_processes_and_kills_leave_no_trace(tmp_path: Path):
 
 def test_a_finished_store_stays_and_another_is_not_written_over_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     source = write_jsonl(tmp_path / "a.jsonl", DOCUMENTS)
-    assert prepare(source, "--out", "out") == 0
-    assert "documents, " in (said := capsys.readouterr().out) and "next: --training.dataset=store" in said
-    before = (tmp_path / "out" / "manifest.json").stat().st_mtime_ns
-    assert prepare(source, "--out", "out") == 0
+    command = [f"{tmp_path}/**/*.json*", "--out", "my out"]  # a glob that finds manifest.json, too
+    assert prepare(*command) == 0
+    assert "documents, " in (said := capsys.readouterr().out)
+    assert "next: --training.dataset=store --training.dataset_path='my out'\n" in said
+    before = (tmp_path / "my out" / "manifest.json").stat().st_mtime_ns
+    assert prepare(*command) == 0
     assert "finished already" in capsys.readouterr().out
-    assert (tmp_path / "out" / "manifest.json").stat().st_mtime_ns == before
-    said = refused(capsys, source, "--out", "out", "--held-out", 0.5)
-    assert said == "--out out: has a store of other settings or sources; name another folder, or remove it"
+    assert (tmp_path / "my out" / "manifest.json").stat().st_mtime_ns == before
+    said = refused(capsys, source, "--out", "my out", "--held-out", 0.5)
+    assert said == "--out my out: has a store of other settings or sources; name another folder, or remove it"
 
 
 def test_a_store_is_verified(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
@@ -192,6 +194,18 @@ class TestBadInput:
             "SOURCE a.csv.gz: file a.csv.gz ends in '.gz'; legal: .txt, .jsonl, .json, .parquet (also with .gz or .zst)"
         )
         assert not (tmp_path / "out").exists()
+
+    @pytest.mark.parametrize("out", [".", "corpus", "corpus/store"])
+    def test_a_store_in_its_source(self, tmp_path: Path, capsys: pytest.CaptureFixture[str], out: str):
+        """The next call would take its manifest and its journal for text."""
+        (tmp_path / "corpus").mkdir()
+        write_jsonl(tmp_path / "corpus" / "a.jsonl", DOCUMENTS)
+        source = "." if out == "." else "corpus"
+        legal = f"{(tmp_path / source).resolve()}-store"
+        assert refused(capsys, source, "--out", out) == (
+            f"--out {out}: lies in SOURCE {source}; legal: a folder outside it, such as {legal}"
+        )
+        assert not (tmp_path / "corpus" / "store").exists()
 
     @pytest.mark.parametrize(
         ("packed", "damage"),
@@ -233,9 +247,11 @@ class TestBadInput:
 
 
 class Hub(BaseHTTPRequestHandler):
-    """The part of the hub's interface that lists and serves the files of one data set."""
+    """The part of the hub's interface that lists and serves the files of one data set. `listed`, `served`: the revisions asked for."""
 
     files: dict[str, bytes]
+    listed: set[str]
+    served: set[str]
     COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
     def log_message(self, *arguments: object) -> None:
@@ -245,9 +261,10 @@ class Hub(BaseHTTPRequestHandler):
         self.do_GET()
 
     def do_GET(self) -> None:
-        path = unquote(urlparse(self.path).path)
+        path = urlparse(self.path).path
         if path.startswith("/api/datasets/some/text/tree/"):
-            under = path.split("/tree/", 1)[1].partition("/")[2]
+            revision, _, under = map(unquote, path.split("/tree/", 1)[1].partition("/"))
+            self.listed.add(revision)
             entries = [
                 {"type": "file", "oid": "1" * 40, "size": len(content), "path": name}
                 for name, content in self.files.items()
@@ -268,10 +285,11 @@ class Hub(BaseHTTPRequestHandler):
                 "likes": 0,
             }
             return self.answer(json.dumps(info).encode(), "application/json")
-        name = path.split("/resolve/", 1)[-1].partition("/")[2]
+        revision, _, name = map(unquote, path.split("/resolve/", 1)[-1].partition("/"))
         if name == "en/lost.txt":
             return None  # the connection ends without an answer
         if path.startswith("/datasets/some/text/resolve/") and name in self.files:
+            self.served.add(revision)
             return self.answer(self.files[name], "application/octet-stream")
         self.send_error(404)
         return None
@@ -324,6 +342,7 @@ def hub() -> Iterator[str]:
         "en/c4-validation.00000.json.gz": gzip.compress(lines[0].encode()),
         "en/lost.txt": b"words",
     }
+    Hub.listed, Hub.served = set(), set()
     with ThreadingHTTPServer(("127.0.0.1", 0), Hub) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         yield f"http://127.0.0.1:{server.server_address[1]}"
@@ -347,7 +366,13 @@ def test_files_of_the_hub_are_downloaded_one_by_one(hub: str, tmp_path: Path):
     finished([*command, "--held-out=0", "--processes=1"], **environment)
     assert documents("out") == DOCUMENTS
     assert not list(Path("out").rglob("*.gz")), "a file that was read is removed"
-    command[2] = "hf://datasets/some/text/none/*.json.gz"
+    for revision in ("~parquet", "refs/convert/parquet"):
+        Hub.listed, Hub.served = set(), set()
+        command[2:5] = [f"hf://datasets/some/text@{revision}/en/c4-train.*.json.gz", "--out", f"of/{revision}"]
+        finished([*command, "--held-out=0", "--processes=1"], **environment)
+        assert documents(f"of/{revision}") == DOCUMENTS
+        assert (Hub.listed, Hub.served) == ({revision}, {revision})
+    command[2:5] = ["hf://datasets/some/text/none/*.json.gz", "--out", "out"]
     assert "no file matches" in finished(command, code=2, **environment).stderr
     command[2:5] = ["hf://datasets/some/text/en/lost.txt", "--out", "other"]
     lost = finished([*command, "--processes=1"], code=1, **environment).stderr
