@@ -1,5 +1,6 @@
-"""Every command of the pages is run: here, in a copy of the repository whose main configuration is a smaller one, or by the test that is
-named beside it."""
+"""Every command in an sh block of the pages is run: here, in a copy of the repository whose main configuration is a smaller one, or in a
+form of its own by the test that is named in ELSEWHERE. Of blocks without a language, whose commands need hours, GPUs or a cluster,
+tests/unit/test_documents.py looks up the files and settings."""
 
 from __future__ import annotations
 
@@ -37,8 +38,8 @@ warmup_steps = 2
 [checkpoint]
 interval = 250
 """
-# The beginning of a command -> the test that runs it in its own way, and what of it stands there. Those that measure for hours on an idle
-# machine are not run by a test; their parts are.
+# The beginning of a command -> the test that runs it in its own way, and a word that finds it there: no more is compared. Those
+# that measure for hours on an idle machine are not run by a test; their parts are.
 ELSEWHERE = {
     "./scripts/run_tests.sh": ("tests/scripts/test_install.py", "run_tests.sh"),
     "./scripts/run_lighthouse.sh": ("tests/scripts/test_run_lighthouse.py", "run_lighthouse.sh"),
@@ -120,7 +121,7 @@ def test_the_commands_of_the_pages_work(tmp_path: Path):
 
 
 def test_no_page_has_commands_that_are_not_looked_at():
-    """In a block of another name they would be run by nobody."""
+    """In a block of another language neither this module nor test_documents.py would see them."""
     names = {name for page in PAGES for name in re.findall(r"^```(\w+)", (ROOT / page).read_text(), re.MULTILINE)}
     assert names == {"sh", "python", "toml"}
 

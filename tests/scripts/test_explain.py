@@ -1,13 +1,17 @@
-"""--explain of the largest configuration, as a user asks for it on a machine without a GPU: 512 ranks within 1 GiB and no trace."""
+"""--explain, as on a machine without a GPU: of the largest configuration, 512 ranks within 1 GiB and no trace; and what a
+page shows of it."""
 
 from __future__ import annotations
 
+import re
+import shlex
 import sys
 from pathlib import Path
 
 import pytest
 
 from tests.scripts.tiny_job import ROOT, finished
+from tests.unit.test_documents import BLOCK
 
 # Its own process: a child's peak counts what it was before it became the program, which is a copy of whoever started it.
 MEASURE = """
@@ -33,3 +37,17 @@ def test_512_ranks_are_explained_here(tmp_path: Path, monkeypatch: pytest.Monkey
     ):
         assert line in text, text
     assert not list(tmp_path.iterdir())
+
+
+def test_the_page_of_the_first_run_shows_what_is_printed(tmp_path: Path):
+    """Word for word; of the figures the peaks may differ a little between releases of torch."""
+    page = (ROOT / "docs" / "gpu_first_run.md").read_text()
+    command, shown, *_ = (body for _, body in BLOCK.findall(page))
+    _, config, *options = shlex.split(command)
+    text = finished([sys.executable, ROOT / "scripts" / "launch.py", ROOT / config, *options], cwd=tmp_path).stdout
+    [printed] = re.findall(r"^DEVICE MEMORY.*?\n\n", text, re.MULTILINE | re.DOTALL)
+    figure = r"\d+\.?\d*"
+    assert re.sub(figure, "N", printed).split() == re.sub(figure, "N", shown).split()
+    assert [float(n) for n in re.findall(figure, shown)] == pytest.approx(
+        [float(n) for n in re.findall(figure, printed)], rel=0.05
+    )
