@@ -3,7 +3,7 @@
     PYTHON bench/curve.py [--steps 50]
 
 PYTHON has torchtitan 0.2 and what this repository needs: both models are trained in one process, one step each in turn, by the steps of
-step.py, with the same clipping and AdamW. Exit code 1 if the losses of a step differ by more than 1e-4.
+step.py, with the same clipping and AdamW. Exit code 1 if the losses of a step differ by more than 1e-4; 2: no torchtitan.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import sys
 import sysconfig
 from contextlib import ExitStack
+from importlib.util import find_spec
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -28,7 +29,12 @@ SHOWN = (1, 2, 5, 10, 20, 30, 40, 50)
 
 
 def main() -> None:
-    options = parser(__doc__, steps=(50, "optimizer steps")).parse_args()
+    flags = parser(__doc__, steps=(50, "optimizer steps"))
+    options = flags.parse_args()
+    if find_spec("torchtitan") is None:
+        flags.error(
+            f"{sys.executable} has no torchtitan; run this with a Python that has it, and what this repository needs"
+        )
     sizes = MODELS["qwen3"]
     with ExitStack() as cleanup:
         our_step, ours = pharos(sizes, "fp32", torch.device("cpu"), cleanup)

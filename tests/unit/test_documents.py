@@ -28,13 +28,15 @@ def sources() -> str:
     return re.sub(r"\{[^{}]*\}|%[ds]|%\.\w+", "\0", re.sub(r'"\s*\n\s*f?"', "", text))
 
 
+def anchor(heading: str) -> str:
+    """The fragment of a heading as GitHub makes it: lower case, without punctuation, hyphens for spaces."""
+    plain = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", heading).strip().lower()
+    return re.sub(r"[^\w\- ]", "", plain).replace(" ", "-")
+
+
 def anchors(page: Path) -> set[str]:
-    """The fragments of a page's headings as GitHub makes them: lower case, without punctuation, hyphens for spaces, -1 for a repetition."""
-    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
-    found: list[str] = []
-    for heading in re.findall(r"^#+ (.*)$", text, re.MULTILINE):
-        plain = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", heading).strip().lower()
-        found.append(re.sub(r"[^\w\- ]", "", plain).replace(" ", "-"))
+    """The fragments of a page's headings, with -1 for a repetition."""
+    found = [anchor(heading) for heading in re.findall(r"^#+ (.*)$", BLOCK.sub("", page.read_text()), re.MULTILINE)]
     return {name if (n := found[:at].count(name)) == 0 else f"{name}-{n}" for at, name in enumerate(found)}
 
 

@@ -1,14 +1,17 @@
-"""bench/pairs.py: sides take turns, are compared inside a round, and say why they could not; and a peer's model in bench/step.py."""
+"""bench/pairs.py: sides take turns, are compared inside a round, and say why they could not; a peer's model in bench/step.py; bench/curve.py needs
+its peer."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 import torch
 
+from bench import curve
 from bench.pairs import Failed, Worker, asking, in_turns, parser, ratio, renew, spread, table
 from bench.step import move
 
@@ -91,3 +94,13 @@ def test_figures_stand_under_their_heading_once(tmp_path: Path) -> None:
     text = page.read_text()
     assert text.startswith("# Goodput\n\nwords\n\n## With kills\n\n20") and "1.3x" not in text
     assert text.index("1.4x") < text.index("## Without kills") < text.index("1.01x")
+
+
+@pytest.mark.skipif(find_spec("torchtitan") is not None, reason="it would train for minutes")
+def test_a_curve_without_its_peer_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["curve.py"])
+    with pytest.raises(SystemExit) as ended:
+        curve.main()
+    assert ended.value.code == 2 and f"{sys.executable} has no torchtitan" in capsys.readouterr().err
