@@ -27,7 +27,7 @@ log = logging.getLogger("pharos.healing")
 
 class Healer:
     """Offers and fetches of one rank. `on_event` receives HealEnded, in the fetch thread; before it `on_layout_mismatch` receives the
-    reason if no source has our layout. For the trainer's thread, except for `end_offer`."""
+    reason if no source has our layout or can send its state. For the trainer's thread, except for `end_offer`."""
 
     def __init__(
         self,
@@ -44,6 +44,7 @@ class Healer:
         self._group_rank, self._access, self._grace_s = group_rank, access, grace_s
         self._on_event, self._on_layout_mismatch = on_event, on_layout_mismatch
         self._fetching: threading.Thread | None = None
+        self._unsendable = ""  # logged reason why the state cannot be sent
         self._ended_quorum = 0  # newest quorum whose offer was ended
         self._cancelled = threading.Event()  # set when the fetch is cancelled
         self._arrived: dict[str, Any] | None = None
@@ -53,15 +54,32 @@ class Healer:
         self.one_source = False  # True: fetch from one source, as state may differ between them (LocalSGD)
 
     def offer(self, quorum: m.QuorumResult) -> None:
-        """Offers the state of a step boundary to joiners that heal from this group; withdraws the last offer if there are none."""
+        """Offers the state of a step boundary to joiners that heal from this group; withdraws the last offer if there are none. They receive
+        the reason if the state cannot be sent."""
         if quorum.recover_dst_replica_ranks:
             joiners = [quorum.members[rank] for rank in quorum.recover_dst_replica_ranks]
-            view = self._state.view()
-            self.transport.offer(view, quorum_id=quorum.quorum_id, step=quorum.reference[0], joiners=joiners)
+            offered: dict[str, Any] = {"quorum_id": quorum.quorum_id, "step": quorum.reference[0], "joiners": joiners}
+            try:
+                self.transport.offer(self._state.view(), **offered)
+            except FormatError as error:  # this group goes on
+                self._report_unsendable(error)
+                self.transport.offer(StateView.refusal(str(error)), **offered)
             if quorum.quorum_id <= self._ended_quorum:  # it was ended before it was made
                 self.transport.end_offer(quorum.quorum_id, "its quorum is over")
         else:
             self.transport.withdraw("no group of the newest quorum heals from this one")
+
+    def check_state(self) -> None:
+        """Logs an error if this group's state cannot be sent."""
+        try:
+            self._state.view().manifest.encode()
+        except FormatError as error:
+            self._report_unsendable(error)
+
+    def _report_unsendable(self, error: FormatError) -> None:
+        if str(error) != self._unsendable:
+            self._unsendable = str(error)
+            log.error("no group can heal from this one, as its state cannot be sent: %s", error)
 
     def end_offer(self, quorum_id: int, reason: str) -> None:
         """Ends the offer of that quorum: its joiners are lost, or heal again in the next one. A commit that waits for one continues."""
@@ -77,7 +95,12 @@ class Healer:
         """Starts a thread that fetches the state into this rank's tensors, and reports HealEnded. Sources learn of a failure."""
         self.drop()
         self._cancelled = threading.Event()
-        given = quorum, self._state.view(), self._cancelled
+        try:
+            into = self._state.view()
+        except FormatError as error:
+            self._on_layout_mismatch(str(error))
+            return self._on_event(m.HealEnded(quorum.quorum_id, ok=False, reason=str(error)))
+        given = quorum, into, self._cancelled
         self._fetching = threading.Thread(target=self._fetch, args=given, name="ft-heal", daemon=True)
         self._fetching.start()
 

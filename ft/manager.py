@@ -173,6 +173,7 @@ class Manager:
         self._launched = 0  # attempts that were launched in the newest quorum
         self._has_formed = False  # True once a generation was formed
         self._has_committed = False  # True once a step was committed
+        self._has_checked_state = False  # True once the state was checked for values that cannot be sent
         self._mismatched: dict[str, None] = {}  # members whose fingerprint differs from this group's
         self._interrupted_quorum = 0  # newest quorum_id whose collectives were interrupted
         self._attempt_id: AttemptId | None = None  # attempt that gradients.begin_attempt was called for
@@ -238,6 +239,9 @@ class Manager:
     def begin_step(self, *, until: int | None = None) -> DataAssignment:
         """Returns an assignment without slots if this group has nothing to compute; it still applies the sums of the others."""
         if self._assignment is None:
+            if self._has_committed and not self._has_checked_state:
+                self._has_checked_state = True  # now, as the first optimizer step may have added values
+                self.healer.check_state()
             if until is not None and until != self._until:
                 self._feed(m.Leaving(until))
                 self._until = until
@@ -622,12 +626,15 @@ class Manager:
             )
 
     def _reject_mismatched_state(self, why: str) -> None:
-        """Called in the fetch thread if the layout of all sources' states differs from this rank's. Raises BadInput in the trainer's
-        thread, unless this rank has committed a step: a newcomer, too, has formed a generation before it heals."""
+        """Called in the fetch thread if no source can send its state, or all have one of a different layout than this rank's. Raises
+        BadInput in the trainer's thread, unless this rank has committed a step: a newcomer, too, has formed a generation before it
+        heals."""
         if self._has_committed:
-            log.error("%s: this group waits until the state of the others has its layout", why)
+            log.error("%s: this group waits until it can receive the state of the others", why)
         else:
-            self._fail(BadInput(f"group {self._config.name} cannot take part: its state has a different layout: {why}"))
+            self._fail(
+                BadInput(f"group {self._config.name} cannot take part: it cannot receive the others' state: {why}")
+            )
 
     def _make_transport(self) -> Transport:
         config, options = self._config, self._options

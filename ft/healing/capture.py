@@ -22,6 +22,7 @@ import torch
 from ft.device import streams_of
 from ft.healing.format import CHUNK_BYTES, FormatError, StateManifest, from_json
 
+REFUSAL = ""  # name of the reason in a state that cannot be sent; no registered state may have it
 # Element types for copying any data of that size in bytes
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -38,16 +39,27 @@ class StateView:
     device: torch.device | None
     ready: Any
 
+    @staticmethod
+    def refusal(why: str) -> StateView:
+        """Returns an empty state that is offered in place of one that cannot be sent: a joiner fails with the reason (`body_for`)."""
+        return StateView(StateManifest((), {REFUSAL: why}), {}, {}, None, None)
+
     def body(self, manifest: StateManifest | None = None) -> TensorPayload:
         manifest = manifest or self.manifest
         return TensorPayload(manifest, [self.local[entry.name] for entry in manifest.entries], self.device, self.ready)
 
     def body_for(self, theirs: StateManifest) -> TensorPayload:
         """Returns our memory for the state that `theirs` describes. Raises FormatError, which names the tensor, if ours differs."""
+        if REFUSAL in theirs.values:
+            raise FormatError(f"the source cannot send its state: {str(theirs.values[REFUSAL])[:1000]}")
         ours, given = ({entry.name: str(entry) for entry in one.entries} for one in (self.manifest, theirs))
         for name in [*given, *ours]:
             if name not in ours or name not in given:
-                raise FormatError(f"{name}: only {'the source' if name in given else 'this group'} has such a tensor")
+                hint = (
+                    "; a program creates its optimizer's state before the first step: ft.init_optim_state, ft.Optimizer"
+                )
+                whose = f"the source has such a tensor{hint}" if name in given else "this group has such a tensor"
+                raise FormatError(f"{name}: only {whose}")
             if given[name] != ours[name]:
                 raise FormatError(f"{name}: the source has {given[name]}, this group {ours[name]}")
         if differing := sorted(theirs.values.keys() ^ self.manifest.values.keys()):
@@ -82,7 +94,8 @@ class StateRegistry:
 
         manifest = StateManifest.describe({name: state_dict() for name, (state_dict, _) in self._pairs.items()}, note)
         devices = {tensor.device for tensor in local.values() if streams_of(tensor.device)}
-        assert len(devices) <= 1, f"one rank's state lies on one device, not on {sorted(map(str, devices))}"
+        if len(devices) > 1:
+            raise FormatError(f"one rank's state lies on one device, not on {' and '.join(sorted(map(str, devices)))}")
         device = next(iter(devices), None)
         ready = streams_of(device).current_stream(device).record_event() if device is not None else None
         return StateView(manifest, local, registered, device, ready)

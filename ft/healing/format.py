@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import math
+import numbers
 import struct
 import sys
 from bisect import bisect_right
@@ -184,21 +185,25 @@ def chunk_digest(chunk: int, data: memoryview) -> bytes:
 
 def to_json(value: Any, name: str, tensor: Callable[[str, Any], int], depth: int = 0) -> Any:
     """Returns a value as JSON. Numbers, strings, None and lists stay as they are; all others become an object with one key: `tensor` (its
-    number, from `tensor(name, it)`), `tuple`, `dict` (pairs, so keys may be integers) or a `float`; else FormatError."""
+    number, from `tensor(name, it)`), `tuple`, `dict` (pairs, so keys may be integers) or a `float`; else FormatError. Subclasses of float
+    and all integers, such as numpy's float64 and int64, are sent as Python's: these have the same value."""
     if depth > MAX_DEPTH:
         raise FormatError(f"{name[:200]}...: nested deeper than {MAX_DEPTH}")
     inner = lambda key, item: to_json(item, f"{name}/{key}"[: MAX_NAME + 1], tensor, depth + 1)  # noqa: E731
     kind = type(value)
     if isinstance(value, torch.Tensor | TensorEntry):
         return {"tensor": tensor(name, value)}
-    if value is None or kind in (bool, int, str):
+    if value is None or kind in (bool, str):
         return value
-    if kind is float:
-        return value if math.isfinite(value) else {"float": str(value)}
+    if _is_integer(value):
+        return int(value)
+    if isinstance(value, float):
+        return float(value) if math.isfinite(value) else {"float": str(float(value))}
     if isinstance(value, dict):
-        if bad := [type(key).__name__ for key in value if type(key) not in (str, int)]:
+        if bad := [type(key).__name__ for key in value if type(key) is not str and not _is_integer(key)]:
             raise FormatError(f"{name}: a key of type {bad[0]} cannot be sent, only strings and integers")
-        return {"dict": [[key, inner(_part(key), item)] for key, item in value.items()]}
+        keys = [key if type(key) is str else int(key) for key in value]
+        return {"dict": [[key, inner(_part(key), item)] for key, item in zip(keys, value.values(), strict=True)]}
     if kind in (list, tuple, torch.Size):
         items = [inner(index, item) for index, item in enumerate(value)]
         return items if kind is list else {"tuple": items}
@@ -223,6 +228,10 @@ def from_json(tree: Any, tensors: Sequence[Any]) -> Any:
     if kind == "dict":
         return {key: from_json(item, tensors) for key, item in content}
     raise FormatError(f"an object of an unknown kind, {kind[:40]}")
+
+
+def _is_integer(value: Any) -> bool:
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
 
 
 def _part(key: str | int) -> str:

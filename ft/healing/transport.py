@@ -279,7 +279,7 @@ class StateOffer:
     def is_fully_sent(self) -> bool:
         """True when all expected joiners have registered, and were sent everything."""
         with self._changed:
-            return not self.withdrawn_reason and not self._unsent()
+            return not self.withdrawn_reason and len(self._wants) >= self._expected and not self._unsent()
 
     def check(self, chunks: Iterable[int] = ()) -> None:
         """Raises Withdrawn if the offer is withdrawn, or if one of these chunks is not available after a fence."""

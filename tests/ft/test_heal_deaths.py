@@ -193,8 +193,34 @@ def test_a_newcomer_with_another_state_ends_and_a_member_waits(caplog: pytest.Lo
         b, c = others
         assert a.error is None and c.join().error is None
         assert isinstance(b.error, BadInput) and "only the source has such a tensor" in str(b.error)
-        assert "waits until the state of the others has its layout" in caplog.text
+        assert "waits until it can receive the state of the others" in caplog.text
         assert fences.longest_s < MAX_S
+
+
+def test_a_value_that_cannot_be_sent_ends_the_joiner_and_not_the_source(caplog: pytest.LogCaptureFixture):
+    """It comes with the first step, and is logged before anybody joins, once."""
+
+    class Unsendable(Manager):
+        def __init__(self, *what: Any, **more: Any) -> None:
+            super().__init__(*what, **more)
+            self.register_state("extra", lambda: {1} if self.step else 1, lambda state: None)
+
+    logged: list[int] = []
+    others: list[Rank] = []
+
+    def comes(rank: Rank, step: int) -> None:
+        if step == 2 and not others:
+            logged.append(caplog.text.count("no group can heal from this one"))
+            others.append(made.group("b", steps=1 << 30, make=Unsendable)[0])
+        if others and others[0].error:
+            rank.manager.leave()
+
+    with job(min_replicas=1) as made:
+        a = made.group("a", steps=1 << 30, make=Unsendable, at=comes)[0]
+        assert a.join().error is None
+        why = "the source cannot send its state: extra: a set cannot be sent"
+        assert isinstance(others[0].error, BadInput) and why in str(others[0].error)
+        assert logged == [1] and caplog.text.count("no group can heal from this one") == 1
 
 
 class Fetches:

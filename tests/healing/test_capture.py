@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from ft.healing.capture import StagingBuffer, StateRegistry
+from ft.healing.capture import StagingBuffer, StateRegistry, StateView
 from ft.healing.format import CHUNK_BYTES, DTYPES, FormatError, StateManifest
 from ft.optim_state import init_optim_state
 from tests.healing.states import WORDS, Group, equal, large
@@ -101,6 +101,8 @@ def test_other_shapes_dtypes_and_names_are_refused_before_a_byte_is_written():
     ):
         with pytest.raises(FormatError, match=words):
             Group(other).view().body_for(source.view().manifest)
+    with pytest.raises(FormatError, match="the source cannot send its state: m/a: a set"):
+        source.view().body_for(StateManifest.parse(StateView.refusal("m/a: a set").manifest.encode()))
 
 
 @pytest.mark.parametrize(

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import random
+import signal
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -196,6 +198,25 @@ def test_values_come_back_exactly(value: Any):
     manifest = StateManifest((), {"x": to_json(value, "x", lambda name, _: names.append(name))})
     back = from_json(StateManifest.parse(manifest.encode()).values["x"], [])
     assert repr(back) == repr(value)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        np.float64(0.1),
+        np.float64("inf"),
+        np.int64(-(1 << 63)),
+        np.uint64((1 << 64) - 1),
+        {np.int64(3): 1},
+        signal.SIGTERM,
+    ],
+)
+def test_subclasses_of_numbers_and_integers_of_numpy_keep_their_value(value: Any):
+    """As python's own: a numpy step of a learning-rate schedule makes float64."""
+    manifest = StateManifest((), {"x": to_json(value, "x", lambda name, it: 0)})
+    back = from_json(StateManifest.parse(manifest.encode()).values["x"], [])
+    assert back == value and type(back) in (int, float, dict)
+    assert not isinstance(back, dict) or type(next(iter(back))) is int
 
 
 LOOP: list[Any] = []
