@@ -54,8 +54,8 @@ class Healer:
         self.one_source = False  # True: fetch from one source, as state may differ between them (LocalSGD)
 
     def offer(self, quorum: m.QuorumResult) -> None:
-        """Offers the state of a step boundary to joiners that heal from this group; withdraws the last offer if there are none. They receive
-        the reason if the state cannot be sent."""
+        """Offers the state of a step boundary to joiners that heal from this group; withdraws the last offer if there are none. If the
+        state cannot be sent, they receive the reason."""
         if quorum.recover_dst_replica_ranks:
             joiners = [quorum.members[rank] for rank in quorum.recover_dst_replica_ranks]
             offered: dict[str, Any] = {"quorum_id": quorum.quorum_id, "step": quorum.reference[0], "joiners": joiners}

@@ -447,6 +447,12 @@ class Manager:
                     return bool(self._effects)
             self._feed(m.Tick())
 
+    def _left_after_commit(self) -> bool:
+        """Returns True if a different rank of this group has left after a commit that is queued here: it had its outcome earlier."""
+        with self._news:
+            commits = any(isinstance(effect, m.CommitStep) for effect in self._effects)
+        return commits and isinstance(self._error, GroupEnded) and str(self._error).startswith(HAS_LEFT)
+
     def _carry_out_effects(
         self, *, before_vote: bool = False, until: Callable[[], bool] = lambda: False
     ) -> TrainerEffect | None:
@@ -458,7 +464,7 @@ class Manager:
                 effect = self._effects[0]
                 if isinstance(effect, m.CastVote) and effect.vote.kind == "commit" and effect.vote.verdict == "yes":
                     break
-            if self._error or not self._effects:
+            if not self._effects or (self._error and not self._left_after_commit()):
                 with phase_timer.phase("heal") if machine.phase in HEAL_PHASES else nullcontext():
                     if not self._wait(until):
                         break

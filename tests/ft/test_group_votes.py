@@ -43,6 +43,23 @@ class Noted(GroupClient):
         return super().vote(vote, timeout_s)
 
 
+class LateToLearn(GroupClient):
+    """Rank 1 has the outcome of the vote on step 3 only when the group has left."""
+
+    def outcome(self, vote: m.Vote) -> m.Outcome:
+        outcome = super().outcome(vote)
+        if (self.group_rank, vote.kind, vote.step) == (1, "commit", 2):
+            assert self.gone.wait(LIMIT_S)
+        return outcome
+
+
+def test_a_commit_is_applied_by_a_rank_that_learns_of_it_after_the_group_has_left():
+    with job(min_replicas=1) as made:
+        ranks = made.group("a", size=2, steps=3, make=partial(Manager, connect=LateToLearn))
+        finish(*ranks)
+        assert ranks[0].commits == ranks[1].commits and len(ranks[0].commits) == 3
+
+
 def test_one_rank_asks_for_all():
     cast = Cast()
     with job(min_replicas=2) as made:
