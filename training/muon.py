@@ -14,7 +14,8 @@ from torch.optim._muon import DEFAULT_A, DEFAULT_B, DEFAULT_C, EPS, _adjust_lr
 
 
 def is_hidden_matrix(name: str, parameter: nn.Parameter) -> bool:
-    """Returns True for a matrix of a block, or a stack [E, A, B] of them, one an expert. Norms, embedding and head are none."""
+    """Returns True for a matrix of a block, or a stack [E, A, B] of them, one an expert, and for the router of experts, which some leave to
+    AdamW. Norms, embedding and head are none."""
     return name.startswith("layers.") and parameter.ndim in (2, 3)
 
 
@@ -55,6 +56,8 @@ def orthogonal_shard(update: Tensor, parameter: Tensor, *, steps: int, dtype: to
     matrices = orthogonalize(whole.to_local(), steps=steps)
     _, (*_, row, column) = compute_local_shape_and_global_offset(parameter.shape, mesh, parameter.placements)
     rows, columns = update.shape[-2:]
+    # an undivided axis begins at 0: torch's offset has no value in --explain, whose tensors are fake
+    row, column = row * (rows < matrices.shape[-2]), column * (columns < matrices.shape[-1])
     return matrices[..., row : row + rows, column : column + columns].to(update.device, update.dtype)
 
 

@@ -309,6 +309,18 @@ def test_every_parameter_of_a_mixture_in_a_pipeline_has_a_gradient(
         assert stage.step.resident.gradients == 4 * sum(kind.layers * prod(kind.local_shape) for kind in stage.kinds)
 
 
+@pytest.mark.parametrize("layout", [{}, {"pipeline_parallel": 2}, {"tensor_parallel": 2}, {"data_parallel_shard": 2}])
+def test_muon_has_half_the_state_of_adamw_for_matrices_of_blocks(tmp_path: Path, layout: dict[str, int]):
+    (tmp_path / "run.toml").write_text(MIXTURE)
+    argv = [f"--parallelism.{axis}_degree={degree}" for axis, degree in layout.items()]
+    config = load([str(tmp_path / "run.toml"), "--optimizer.name=Muon", *argv])
+    for rank in ranks(job_of(config, world_size=prod(layout.values()), device="cpu")):
+        [stage] = rank.stages
+        matrices = [k for k in stage.kinds if k.name.startswith("layers.") and len(k.local_shape) > 1]
+        one_moment = 4 * sum(kind.layers * prod(kind.local_shape) for kind in matrices)
+        assert rank.resident.optimizer == pytest.approx(2 * rank.resident.gradients - one_moment, abs=4 * 20)
+
+
 def test_a_stage_with_a_dense_block_does_not_stand_for_those_of_experts(tmp_path: Path):
     (tmp_path / "run.toml").write_text(MIXTURE.replace("n_layers = 2", "n_layers = 6\ndense_layers = 2"))
     argv = ["--parallelism.pipeline_parallel_degree=4", "--training.local_batch_size=4"]
