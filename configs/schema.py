@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import os
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import ModuleType
@@ -74,7 +75,8 @@ class RunConfig:
     @property
     def run_folder(self) -> Path:
         """<run>, the folder of all files of the run."""
-        return Path(self.job.dump_folder) / self.job.name
+        folder = os.path.expanduser(self.job.dump_folder)  # noqa: PTH111 (Path's raises RuntimeError if there is no such user)
+        return Path(folder) / self.job.name
 
     def for_any_machine(self) -> RunConfig:
         """Returns these settings without those that depend on ranks and devices, which cannot be checked on this machine."""

@@ -148,11 +148,12 @@ class CheckpointConfig:
     @property
     def local_folder(self) -> str:
         """Folder of the checkpoints inside the run's folder, also if `folder` is a URL."""
-        return "checkpoint" if is_url(self.folder) else self.folder
+        return "checkpoint" if is_url(self.folder) else os.path.expanduser(self.folder)  # noqa: PTH111 (see run_folder)
 
     def place(self, run_folder: Path) -> str:
         """Returns the folder or URL that has the checkpoints of the run."""
-        return f"{self.folder.rstrip('/')}/{run_folder.name}" if is_url(self.folder) else str(run_folder / self.folder)
+        is_store = is_url(self.folder)
+        return f"{self.folder.rstrip('/')}/{run_folder.name}" if is_store else str(run_folder / self.local_folder)
 
     def check_files(self) -> None:
         """Raises ValueError if initial_load_path is not a checkpoint. Opens no file, and connects to no store."""

@@ -196,7 +196,7 @@ def settings(source: PublishedWeights, out: Path, config_file: Path) -> RunConfi
     """Returns the settings of a run that starts from OUT: [model] of the weights, the rest from the file. Raises ValueError."""
     base = load([str(config_file)])
     name = out.name
-    if (Path(base.job.dump_folder) / name).absolute() == out.absolute():
+    if replace(base, job=replace(base.job, name=name)).run_folder.absolute() == out.absolute():
         name += "-run"  # the run's folder must differ from OUT
     checkpoint = replace(
         base.checkpoint,

@@ -65,6 +65,17 @@ def test_load_fills_in_the_name_of_the_run(tmp_path: Path) -> None:
     assert type(config.model) is models.llama.Config
 
 
+@pytest.mark.parametrize(("folder", "found"), [("~/runs", "/users/me/runs/small"), ("~here", "~here/small")])
+def test_a_folder_may_begin_at_the_users_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, folder: str, found: str):
+    """A shell expands no ~ after `=` in a word, and none of a TOML file."""
+    monkeypatch.setenv("HOME", "/users/me")
+    argv = [f"--job.dump_folder={folder}", "--checkpoint.folder=~/ck"]
+    config = load([written(tmp_path, "", "small.toml"), *argv])
+    assert config.run_folder == Path(found)
+    assert config.run_folder / config.checkpoint.local_folder == Path("/users/me/ck")
+    assert config.checkpoint.place(config.run_folder) == "/users/me/ck"
+
+
 def test_a_config_is_frozen_hashable_and_picklable(tmp_path: Path) -> None:
     config = load([written(tmp_path, "[training]\nsteps = 3\n")])
     copied = pickle.loads(pickle.dumps(config))
