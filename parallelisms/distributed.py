@@ -43,7 +43,7 @@ class CommConfig:
     ] = "auto"
     init_method: Annotated[
         str,
-        "rendezvous: env:// (from the launcher), file:///path (a new file on a shared disk), tcp://host:port (of rank 0)",
+        "rendezvous: env:// (from the launcher), file:///path (on a shared disk; ranks make the file), tcp://host:port (of rank 0)",
     ] = ENV
     init_timeout_seconds: Annotated[
         int,
@@ -69,12 +69,10 @@ class CommConfig:
                     raise ValueError(f"there is no folder {file.parent}")
                 if file.is_dir():
                     raise ValueError(f"{file} is a folder")
-                # All ranks of a launch connect within this time, so an older file is another's; but ranks of torchelastic may be
-                # restarted ones.
-                is_old = file.exists() and time.time() - file.stat().st_mtime > self.init_timeout_seconds
-                if is_old and not dist.is_torchelastic_launched():
-                    raise ValueError("the file is left from an earlier launch; remove it, or name a different one")
-        except ValueError as error:
+                content = file.read_bytes() if file.exists() else b""
+                if content and b"refcount/" not in content[:16]:  # torch's first key
+                    raise ValueError("the file has other content; name a new one")
+        except (OSError, ValueError) as error:
             raise ValueError(
                 f'comm.init_method = "{self.init_method}": {error}; it takes "env://", "file:///path/on/a/shared/disk" or '
                 f'"tcp://host:port" of rank 0; nearest: "{ENV}"'
@@ -112,7 +110,7 @@ def open_store(
     rank 0 hosts it. Raises ValueError (env:// without MASTER_ADDR and MASTER_PORT), torch's DistError, RuntimeError (the port is used)."""
     url = parse_init_method(init_method)
     if url.scheme == "file":
-        # A restart uses the same file, so no number of users is given, after which torch would remove it.
+        # Without a number of users, the last of which would remove the file, while restarted ranks of other nodes already meet in it.
         return dist.FileStore(url.path)
     host, port, serves = url.hostname, url.port, global_rank == 0
     if url.scheme == "env":

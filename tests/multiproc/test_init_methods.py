@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -60,15 +59,16 @@ def test_bad_methods_are_told(method: str, cause: str):
     )
 
 
-def test_a_file_of_an_earlier_start_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    (tmp_path / "meet").write_text("addresses that lead nowhere")
-    config = CommConfig(init_method=f"file://{tmp_path}/meet", init_timeout_seconds=300)
-    config.check()  # perhaps another rank of this start has just made it
-    os.utime(tmp_path / "meet", (0, 0))
-    with pytest.raises(ValueError, match="the file is left from an earlier launch"):
+def test_a_file_of_other_content_is_refused(tmp_path: Path):
+    """Stores append to it."""
+    config = CommConfig(init_method=f"file://{tmp_path}/meet")
+    (tmp_path / "meet").touch()
+    config.check()
+    dist.FileStore(str(tmp_path / "meet")).set("key", "value")
+    config.check()  # of another rank, or an earlier launch
+    (tmp_path / "meet").write_text("a user's notes")
+    with pytest.raises(ValueError, match="the file has other content; name a new one"):
         config.check()
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "run")
-    config.check()  # perhaps this is a restart of that start
 
 
 @pytest.mark.parametrize("method", ["env", "file"])

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
 from parallelisms.device import DEVICE_TRAITS, pick_device
-from parallelisms.distributed import join, open_store
+from parallelisms.distributed import join, launch_store, open_store
 from scripts.launch import cores_here
 from tools.cluster import measurements, verdicts
 from tools.cluster.measurements import CHECKS, Communicator, operations, seconds, wrong
@@ -112,6 +112,7 @@ def run_rank(settings: CheckSettings, place: RankPlace) -> int:
 
     try:
         store = open_store(method, global_rank=place.rank, world_size=place.world_size, timeout_s=settings.start_s)
+        store = launch_store(store, global_rank=place.rank, world_size=place.world_size, timeout_s=settings.start_s)
         store.set_timeout(timedelta(seconds=settings.timeout_s))
         control = Control(dist.PrefixStore("control", store), place, timeout_s=settings.timeout_s)
         ending = dist.PrefixStore("control", store.clone())  # type: ignore[attr-defined]  # a connection for this thread
