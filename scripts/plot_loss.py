@@ -72,12 +72,14 @@ def main(argv: Sequence[str]) -> int:
 
 
 def read(metrics: Path) -> tuple[Points, Points]:
-    """Returns training and validation losses by step; ignores incomplete lines. Raises OSError, and ValueError for fewer than 2 steps."""
+    """Returns training and validation losses by step; ignores damaged lines. Raises OSError, and ValueError for fewer than 2 steps."""
     training, validation = Points(), Points()
     for line in metrics.read_text(encoding="utf-8").splitlines():
         try:
             row = json.loads(line)
         except ValueError:
+            continue
+        if not isinstance(row, dict) or "step" not in row:
             continue
         for key, points in (("loss", training), ("validation_loss", validation)):
             if row.get(key) is not None:

@@ -21,7 +21,9 @@ def write_run(folder: Path, steps: int) -> Path:
     rows[1:1] = [{"step": 0, "validation_loss": 5.5}, {"step": 1, "validation_loss": 5.0}, {"step": 2, "loss": None}]
     run = folder / "a<b"
     run.mkdir()
-    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"step": 999, "lo')
+    (run / "metrics.jsonl").write_text(
+        "".join(json.dumps(row) + "\n" for row in rows) + '7\n{"loss": 1}\n{"step": 999, "lo'
+    )
     return run
 
 
