@@ -47,7 +47,9 @@ class Float8Config:
             return
         capability, reason = cuda_capability(), ""
         if find_spec("torchao") is None:
-            reason = f'needs the package torchao, which is not installed: {sys.executable} -m pip install ".[float8]"'
+            reason = (
+                f'needs the package torchao, which is not installed: {sys.executable} -m pip install -e ".[float8]"'
+            )
         elif not self.emulate and capability < CAPABILITY:
             minimum, own = (".".join(map(str, version)) for version in (CAPABILITY, capability))
             has = f"its compute capability is {own}" if any(capability) else "there is none here"

@@ -278,5 +278,5 @@ def need(package: str, *, extra: str, setting: str) -> None:
     if found is None:
         raise ValueError(
             f"{setting}: needs the package {package}, which is not installed; "
-            f'in the repository: {sys.executable} -m pip install ".[{extra}]"'
+            f'in the repository: {sys.executable} -m pip install -e ".[{extra}]"'
         )

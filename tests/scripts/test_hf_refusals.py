@@ -410,7 +410,7 @@ def test_without_safetensors_one_line_says_how_to_install_it(tmp_path: Path):
     script = blocked + f"import runpy; runpy.run_path({str(ROOT / 'scripts' / 'hf.py')!r}, run_name='__main__')"
     [line] = finished([sys.executable, "-c", script], code=2).stderr.splitlines()
     assert line.startswith("hf: hf.py import: needs the package safetensors, which is not installed;")
-    assert line.endswith('-m pip install ".[hf]"')
+    assert line.endswith('-m pip install -e ".[hf]"')
 
 
 @pytest.mark.parametrize(

@@ -222,7 +222,7 @@ def test_missing_package(
         check()
     assert str(caught.value) == (
         f"{setting}: needs the package {package}, which is not installed; "
-        f'in the repository: {sys.executable} -m pip install ".[{extra}]"'
+        f'in the repository: {sys.executable} -m pip install -e ".[{extra}]"'
     )
 
 
