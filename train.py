@@ -43,7 +43,7 @@ from parallelisms.distributed import gather_texts, launched_rank, launched_world
 from parallelisms.fsdp import reshard_all
 from training.checkpoint import CheckpointFailed
 from training.components import TRACES, Components
-from training.data.loader import Batch
+from training.data.loader import Batch, DataFailed
 from training.log import Log, end_process
 from training.loss import IGNORED, NonFinite, describe_nonfinite
 from training.optimizer import Update
@@ -100,7 +100,7 @@ def main(argv: Sequence[str]) -> int:
         except (BadInput, ModelFault) as error:
             print(f"pharos: {error}", file=sys.stderr)
             return 2
-        except (CheckpointFailed, NonFinite, Stopped, GroupEnded) as failure:
+        except (CheckpointFailed, DataFailed, NonFinite, Stopped, GroupEnded) as failure:
             log.error("%s", failure)
             return 1
     return 0
@@ -122,7 +122,7 @@ class Run(Components):
     """The training loop of one rank, over the parts that Components builds from the configuration."""
 
     def train(self) -> None:
-        """Trains to training.steps, or to a stop request. Raises BadInput, CheckpointFailed, GroupEnded, NonFinite, Stopped."""
+        """Trains to training.steps, or to a stop request. Raises BadInput, CheckpointFailed, DataFailed, GroupEnded, NonFinite, Stopped."""
         config, steps = self.config, self.config.training.steps
         if config.checkpoint.create_seed_checkpoint:
             return self.checkpointer.save_seed()
@@ -134,7 +134,7 @@ class Run(Components):
         while self.manager.step < steps and not self.manager.may_exit:
             try:
                 if not self.train_step():
-                    continue  # not committed: run the step again
+                    continue  # the loop goes on at manager.step
             except GroupReleased as released:
                 return self.leave(released)
             step, requests, self.pending_requests = self.manager.step, self.pending_requests, 0
@@ -165,7 +165,7 @@ class Run(Components):
         self.print_summary("finished", f"tensorboard --logdir {self.config.run_folder.parent}")
 
     def train_step(self) -> bool:
-        """Runs one step on the slots assigned to this group. False: the step was not committed."""
+        """Runs one step on the slots assigned to this group. False: not committed, gone back, or healed with the last step."""
         with self.progress.phase("quorum"):
             assignment = self.manager.begin_step(until=self.config.training.steps)
         if assignment.step >= self.config.training.steps:

@@ -12,6 +12,7 @@ import pytest
 
 from bench.job import rows as all_rows
 from tests.scripts.tiny_job import ENV, ROOT, Started
+from tests.unit.data_corpus import write_jsonl
 
 pytestmark = pytest.mark.timeout(300)  # several starts in one test, each with an import of torch
 TOML = """\
@@ -139,6 +140,20 @@ def test_signals_save(folder: Path, nproc: int):
     assert max(rows(folder, "validation_loss")) == max(rows(folder, "loss")) - 1, (
         "it saves at once, and validates nothing"
     )
+
+
+def test_data_that_cannot_be_read_is_told_in_one_line(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    pytest.importorskip("datasets")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("HF_HOME", str(folder / "home"))
+    (folder / "stream").mkdir()
+    write_jsonl(folder / "stream" / "1.jsonl", ["one"])
+    stream = ("--training.dataset=huggingface", "--training.dataset_path=stream", "--training.dataset_text_key=body")
+    job = Job(folder, *stream)
+    assert job.end() == 1, job.text
+    cause = 'training.dataset_path = "stream": a record of the stream has no "body", only \'text\''
+    assert f"reading data failed: {cause}; nearest: training.dataset_text_key" in job.text.splitlines()[-1]
+    assert "Traceback" not in job.text
 
 
 def test_a_loss_that_is_not_a_number_ends_the_run_before_it_does_harm(folder: Path):

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from ft.children import LAUNCHER_SIGNALS
 from tests.unit.data_corpus import files_config, open_small, write_jsonl
 from training.config import DataloaderConfig
-from training.data.loader import THREAD_NAME, Batch, BatchLoader, LocalBatchSampler, make_batch, open_loader
+from training.data.loader import THREAD_NAME, Batch, BatchLoader, DataFailed, LocalBatchSampler, make_batch, open_loader
 from training.data.order import NO_TOKEN, DocumentOrder
 from training.loss import IGNORED
 
@@ -133,7 +133,7 @@ def test_a_failure_reaches_the_step_with_its_cause_and_the_loader_goes_on() -> N
     with loader_of(sequences) as loader:
         batches = loader.load([0, 4])
         assert next(batches).positions == (0, 1)
-        with pytest.raises(RuntimeError, match=r"^reading data failed: the disk is gone$") as caught:
+        with pytest.raises(DataFailed, match=r"^reading data failed: the disk is gone$") as caught:
             next(batches)
         assert isinstance(caught.value.__cause__, OSError)
         assert list(batches) == []

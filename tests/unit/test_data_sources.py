@@ -56,7 +56,9 @@ def test_the_name_of_a_file_is_not_where_it_lies(tmp_path: Path) -> None:
 
 def test_jsonl_gives_a_document_per_line_under_the_key_asked_for(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
-    path.write_text(json.dumps({"body": "é"}, ensure_ascii=False) + '\n\n{"body": ""}\n{"body": "two\\nlines"}')
+    path.write_text(
+        json.dumps({"body": "é"}, ensure_ascii=False) + '\n\n{"body": ""}\n{"body": null}\n{"body": "two\\nlines"}'
+    )
     assert documents(files_config(path, dataset_text_key="body")) == ["é".encode(), b"two\nlines"]
 
 

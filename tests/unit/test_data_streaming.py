@@ -6,7 +6,7 @@ import json
 import multiprocessing
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from tests.unit.fakes import Lines
 from training.config import DataloaderConfig, TrainingConfig, ValidationConfig
 from training.data.cache import bucket_of
 from training.data.dataset import open_data
-from training.data.loader import Batch, LocalBatchSampler
+from training.data.loader import Batch, DataFailed, LocalBatchSampler
 from training.data.streaming import StreamingLoader
 from training.loss import IGNORED
 from training.tokenizer import ByteTokenizer
@@ -31,7 +31,7 @@ HELD_OUT = 0.3
 class FakeStream:
     """Behaves as `datasets.IterableDataset` does: a loaded place counts for every later iterator."""
 
-    def __init__(self, texts: list[str], key: str = "text") -> None:
+    def __init__(self, texts: Sequence[str | None], key: str = "text") -> None:
         self._texts, self._key = texts, key
         self._start: dict[str, Any] = {}
         self._place: dict[str, Any] | None = None
@@ -103,6 +103,8 @@ def test_rows_are_the_split_back_to_back_over_and_over() -> None:
     assert [batch.slot for batch in batches[:6]] == [0, 0, 4, 4, 8, 8]
     assert all(batch.positions == () for batch in batches)
     assert rows(iter(batches)) == packed(in_split(TEXTS, "train"), 240)
+    with_null = loader_of(FakeStream([*TEXTS[:5], None, *TEXTS[5:]]))
+    assert rows(with_null.load([0, 4, 8] * 20)) == rows(iter(batches))
 
 
 @pytest.mark.parametrize("steps", [0, 1, 3, 17, 40])
@@ -160,9 +162,9 @@ def test_a_later_load_and_close_abandon_the_earlier() -> None:
 
 
 def test_what_goes_wrong_in_the_stream_is_told() -> None:
-    with pytest.raises(RuntimeError, match=r'^reading data failed: training.* has no "text", only \'body\'; nea'):
+    with pytest.raises(DataFailed, match=r'^reading data failed: training.* has no "text", only \'body\'; nea'):
         next(loader_of(FakeStream(TEXTS, key="body")).load([0]))
-    with pytest.raises(RuntimeError, match=r"^the data stream has no document of this split for this rank$"):
+    with pytest.raises(DataFailed, match=r"^the data stream has no document of this split for this rank$"):
         next(loader_of(FakeStream([])).load([0]))
 
 

@@ -67,6 +67,10 @@ class LocalBatchSampler:
         ]
 
 
+class DataFailed(Exception):
+    """Data cannot be read: the message names the cause."""
+
+
 class BatchLoader(ABC):
     """Base of the loaders. The caller that opens one closes it."""
 
@@ -80,7 +84,7 @@ class BatchLoader(ABC):
 
     def load(self, slots: Iterable[int]) -> Iterator[Batch]:
         """Returns an iterator over this rank's local batches, slot by slot, equally many on every rank. Discards the rest of earlier calls.
-        Reading starts at once, not at the first `next`; `next` raises failures, with their cause."""
+        Reading starts at once, not at the first `next`; `next` raises DataFailed, and RuntimeError with its cause."""
         tasks = [task for slot in slots for task in self._sampler.tasks(slot)]
         self._load_id += 1
         load_id, read = self._load_id, self.start(tasks)
@@ -98,8 +102,10 @@ class BatchLoader(ABC):
         try:
             batch = read()
         except StopIteration:
-            raise RuntimeError("the data stream has no document of this split for this rank") from None
-        except Exception as error:  # of storage, network, format or a worker
+            raise DataFailed("the data stream has no document of this split for this rank") from None
+        except (OSError, ValueError) as error:  # of storage, network or format
+            raise DataFailed(f"reading data failed: {error}") from error
+        except Exception as error:  # of a worker or of this code: shown with its traceback
             raise RuntimeError(f"reading data failed: {error}") from error
         return pinned(batch) if self._pin_memory else batch
 

@@ -152,7 +152,7 @@ class TextSource(_Files):
                 raise ValueError(f"{place} is not parquet: {error}") from error
             text_of_record(dict.fromkeys(table.schema_arrow.names, ""), key, place, self.key_setting)
             for batch in table.iter_batches(batch_size=PARQUET_ROWS, columns=[key]):
-                yield from (text_of_record(row, key, place) for row in batch.to_pylist() if row[key] is not None)
+                yield from (text_of_record(row, key, place) for row in batch.to_pylist())
 
     def _checked(self, data: bytes, file: SourceFile, *, at: int) -> bytes:
         try:
@@ -304,14 +304,14 @@ def opened(path: Path, count: Callable[[float], object] = lambda size: None) -> 
 
 
 def text_of_record(record: Any, key: str, place: str, setting: str = "training.dataset_text_key") -> bytes:
-    """Returns record[key] as UTF-8. Raises ValueError, beginning with `place`, if it is missing or not a string."""
+    """Returns record[key] as UTF-8, b"" for null. Raises ValueError, beginning with `place`, if it is missing or not a string."""
     if not isinstance(record, dict):
         raise ValueError(f'{place} is not an object like {{"{key}": "..."}}')
     if key not in record:
         near = difflib.get_close_matches(key, record, n=1) or list(record)[:1]
         hint = f'; nearest: {setting} = "{near[0]}"' if near else ""
         raise ValueError(f'{place} has no "{key}", only {", ".join(map(repr, record)) or "nothing"}{hint}')
-    text = record[key]
+    text = "" if record[key] is None else record[key]
     if not isinstance(text, str):
         raise ValueError(f'{place}: "{key}" is {type(text).__name__}, not a string')
     try:

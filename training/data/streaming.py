@@ -62,6 +62,7 @@ class PackedStream(IterableDataset[np.ndarray]):
     def __init__(self, stream: Stream, tokenizer: Tokenizer, config: TrainingConfig, buckets: range) -> None:
         self._stream, self._tokenizer, self._buckets = stream, tokenizer, buckets
         self._text_key, self._seq_len = config.dataset_text_key, config.seq_len
+        self._place = f'training.dataset_path = "{config.dataset_path}": a record of the stream'
         self._waiting = np.empty(0, dtype=np.int64)
         self._records: Iterator[dict[str, Any]] | None = None
         self._cursor: dict[str, Any] = {}  # cursor of the next iterator over the records
@@ -95,7 +96,7 @@ class PackedStream(IterableDataset[np.ndarray]):
                 self._stream.load_state_dict(self._cursor)
                 self._records = iter(self._stream)
             for record in self._records:
-                text = text_of_record(record, self._text_key, "training.dataset_path: a record of the stream")
+                text = text_of_record(record, self._text_key, self._place)
                 if text and bucket_of(text) in self._buckets:
                     self._found = True
                     return self._tokenizer.encode_documents([text])[0].astype(np.int64)
