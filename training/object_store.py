@@ -293,6 +293,7 @@ class Uploader:
         self._changed = threading.Condition()
         self._busy: int | None = None  # step that is on its way
         self._wanted: int | None = None  # newest step that is not in the store
+        self._offers = 0  # calls of `enqueue`
         self._since_s = 0.0  # when the oldest save that waits was enqueued
         self._failure = ""  # of the newest try
         self._refused = False  # a try has failed since the last `retry`
@@ -308,7 +309,7 @@ class Uploader:
                 self._report(f"checkpoint: step {step} waits: {self._waiting()}; training continues")
             if self._wanted is None:
                 self._since_s = self._clock()
-            self._wanted = step
+            self._wanted, self._offers = step, self._offers + 1
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="checkpoint-uploader", daemon=True)
                 self._thread.start()
@@ -369,7 +370,7 @@ class Uploader:
                     self._changed.wait_for(lambda: self._closed or self._wanted is not None)
                 if self._closed:
                     return
-                self._busy, self._retry_now = self._wanted, False
+                self._busy, self._retry_now, offers = self._wanted, False, self._offers
             failure = self._try(self._busy) if self._busy is not None else ""
             with self._changed:
                 if failure and not self._failure:
@@ -384,7 +385,8 @@ class Uploader:
                 self._failure, self._refused = failure, bool(failure) and not self._retry_now
                 if not failure:
                     self._since_s, self._slow_reported = self._clock(), False
-                    self._wanted = None if self._wanted == self._busy else self._wanted
+                    if self._offers == offers:  # else a newer save waits, or the same step was saved again meanwhile
+                        self._wanted = None
                 self._busy = None
                 self._changed.notify_all()
 

@@ -333,6 +333,22 @@ def test_a_slow_store_delays_no_save(server: S3Server, tmp_path: Path, monkeypat
     assert uploads.store.steps() == [4, 8]
 
 
+def test_a_step_that_is_saved_again_during_its_upload_is_put_again(
+    server: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    uploads = Uploads(server, tmp_path, monkeypatch)
+    server.fault = "slow"
+    uploads.save(2)
+    assert server.met.wait(WAIT_S)
+    checkpoint(tmp_path, 2, "other")
+    uploads.uploader.enqueue(2)
+    server.fault = ""
+    server.lets_go.set()
+    uploads.wait()
+    uploads.uploader.close()
+    assert files.read_verified(uploads.store.fetch(2, tmp_path / "there")) == files.read_manifest(tmp_path / "step-2")
+
+
 def test_a_failed_upload_is_retried_by_itself(server: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     uploads = Uploads(server, tmp_path, monkeypatch, retry_s=0.01)
     server.fault = "denied"
