@@ -311,8 +311,8 @@ class Checkpointer:
 
     def load(self) -> int | None:
         """Restores this run from its own checkpoints, else from initial_load_path. Called before the first step, and by the manager
-        whenever no group has a state. Returns the restored step; None: starts at step 0. Raises ValueError for a setting to be changed,
-        CheckpointFailed if no checkpoint of its own is intact."""
+        whenever no group has a state. Returns the step from which the run continues; None: it begins at step 0, with or without another
+        run's state. Raises ValueError for a setting to be changed, CheckpointFailed if no checkpoint of its own is intact."""
         if not self._config.enable:
             return None
         with suppress(CheckpointFailed, OSError):
@@ -726,7 +726,9 @@ class Checkpointer:
             names = [name for name in self._states if name != ROWS_STATE]  # metrics of the other run
         if problem := self._restore(path, found, names, initial=setting):
             raise CheckpointFailed(f"{setting}: damaged: {problem}")
-        return found.step if isinstance(found, Manifest) and not config.initial_load_model_only else None
+        if config.initial_load_model_only or "ledger" in config.exclude_from_loading:  # as in `beginning`
+            return None
+        return found.step if isinstance(found, Manifest) else None
 
     def fetch_initial(self) -> Path:
         """Returns the checkpoint that initial_load_path names, copied out of an object store, once, if it is a URL. In rank 0. Raises
