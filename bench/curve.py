@@ -28,9 +28,9 @@ BOUND = 1e-4
 SHOWN = (1, 2, 5, 10, 20, 30, 40, 50)
 
 
-def main() -> None:
+def main(argv: list[str]) -> None:
     flags = parser(__doc__, steps=(50, "optimizer steps"))
-    options = flags.parse_args()
+    options = flags.parse_args(argv)
     if find_spec("torchtitan") is None:
         flags.error(
             f"{sys.executable} has no torchtitan; run this with a Python that has it, and what this repository needs"
@@ -74,4 +74,4 @@ def batches(sizes: dict[str, int], steps: int) -> list[tuple[torch.Tensor, torch
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

@@ -1,5 +1,5 @@
-"""bench/pairs.py: sides take turns, are compared inside a round, and say why they could not; a peer's model in bench/step.py; what
-bench/curve.py needs."""
+"""bench/pairs.py: sides take turns, are compared inside a round, and say why they could not; a peer's model in bench/step.py; bench/curve.py needs
+its peer."""
 
 from __future__ import annotations
 
@@ -97,10 +97,7 @@ def test_figures_stand_under_their_heading_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(find_spec("torchtitan") is not None, reason="it would train for minutes")
-def test_a_curve_without_its_peer_is_refused(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(sys, "argv", ["curve.py"])
+def test_a_curve_without_its_peer_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
-        curve.main()
+        curve.main([])
     assert ended.value.code == 2 and f"{sys.executable} has no torchtitan" in capsys.readouterr().err
