@@ -177,7 +177,7 @@ class _FillGradients(torch.autograd.Function):
         return torch.zeros(())
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         return tuple(gradient.expand(shape) for shape in ctx.shapes)
 
 

@@ -1,5 +1,5 @@
-"""bench/pairs.py: sides take turns, are compared inside a round, and say why they could not; a peer's model in bench/step.py; bench/curve.py needs
-its peer."""
+"""bench/pairs.py: sides take turns, are compared inside a round, and say why they could not; a peer's model in bench/step.py; what
+bench/curve.py needs."""
 
 from __future__ import annotations
 
