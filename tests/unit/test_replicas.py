@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import itertools
 import locale
+import logging
 import os
 import re
 import signal
@@ -436,6 +437,18 @@ def test_a_stop_while_no_rank_runs_says_whether_there_were_any(capsys: pytest.Ca
         "stopped by SIGTERM before any rank was started",
         "stopped by SIGINT while the ranks were restarted",
     ]
+
+
+@pytest.mark.parametrize("code", [0, 1])
+def test_the_rendezvous_is_closed_only_after_a_failure(tmp_path: Path, caplog: pytest.LogCaptureFixture, code: int):
+    """After a good end the node with its store may be gone, and torch would print a stack."""
+    program, settings = f"raise SystemExit({code})", LaunchSettings.read({})
+    log = logging.getLogger("torch.distributed.elastic.rendezvous.dynamic_rendezvous")  # it does not reach the root
+    log.addHandler(caplog.handler)
+    with caplog.at_level(logging.INFO, log.name):
+        assert run_ranks([sys.executable, "-c", program], settings, nproc=1, logs=tmp_path / "run" / "logs") == code
+    log.removeHandler(caplog.handler)
+    assert ("has closed the rendezvous" in caplog.text) == bool(code)
 
 
 def test_ranks_that_are_stopped_before_they_can_save_are_no_failure(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
