@@ -70,7 +70,8 @@ STATE_BYTES = 3 << 30  # state of a healing group
 
 def ours(min_replicas: int, **flags: object) -> LighthouseProcess:
     """Starts ft's lighthouse, with a heartbeat timeout of an hour unless `flags` set it."""
-    return LighthouseProcess(our_lighthouse(min_replicas, **{"heartbeat_timeout_ms": 3_600_000, **flags}))
+    timeouts = {"heartbeat_timeout_ms": 3_600_000, "heal_grace_s": 7200, "takeover_s": "never"}
+    return LighthouseProcess(our_lighthouse(min_replicas, **{**timeouts, **flags}))
 
 
 def connect(address: str) -> Any:

@@ -102,6 +102,9 @@ def read_options(
     for place in at:
         try_to_listen(place, "--bind")
     silent_s, grace_s = given.heartbeat_timeout_ms / 1000, given.heal_grace_s
+    if silent_s >= grace_s:  # no Pharos group could join: its rendezvous_s lies between the two
+        legal = f"must be below --heal_grace_s, {grace_s:g} s, so that a group's rendezvous_s lies between the two"
+        raise ValueError(f"--heartbeat_timeout_ms {given.heartbeat_timeout_ms}: {legal}")
     if given.takeover_s is not None and given.takeover_s < grace_s:
         raise ValueError(f"--takeover_s {given.takeover_s:g}: must be at least --heal_grace_s, {grace_s:g}, or never")
     times = Timeouts(

@@ -36,6 +36,10 @@ N = ["--min_replicas", "1"]
         ([*N, "--quorum_tick_ms", "5001"], "--quorum_tick_ms: 5001: must be a whole number from 1 to 5000"),
         ([*N, "--takeover_s", "0"], "--takeover_s: 0: must be seconds above 0, up to 86400, or never"),
         ([*N, "--takeover_s", "29"], "--takeover_s 29: must be at least --heal_grace_s, 30, or never"),
+        (
+            [*N, "--heartbeat_timeout_ms", "30000"],
+            "--heartbeat_timeout_ms 30000: must be below --heal_grace_s, 30 s, so that",
+        ),
         ([*N, "--stall_s", "never"], "--stall_s: never: must be seconds above 0, up to 86400"),
         ([*N, "--num_replica_groups", "-1"], "--num_replica_groups: -1: must be a whole number from 0"),
         ([*N, "--bind", "here"], "--bind here: must be HOST:PORT"),
