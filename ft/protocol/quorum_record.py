@@ -166,14 +166,24 @@ class QuorumRecord:
             waited_s = [now_s - max(at_s, advanced_s) for at_s in (first_start_s, wait_starts_s[0], majority_start_s)]
             if limit_s := self._limit_s(i, *waited_s):
                 found.setdefault(i, limit_s)
-        return list(found), f"others waited {next(iter(found.values())):g} s for it" if found else ""
+        if not found:
+            return [], ""
+        replica_id, limit_s = next(iter(found.items()))
+        heals = ", and its state has not arrived (heal_grace_s)" if self._heals(replica_id) else ""
+        return list(found), f"others waited {limit_s:g} s for it{heals}"
+
+    def _heals(self, replica_id: str) -> bool:
+        """True for a member that is healing, also at step 0 with init_sync, where it has requested the quorum with the reference state."""
+        report = self._reports.get(replica_id)
+        is_behind = any(x.replica_id == replica_id and x.state != self.quorum.reference for x in self.quorum.members)
+        return is_behind or (report is not None and report.step == m.VOID)
 
     def _limit_s(
         self, replica_id: str, longest_s: float, longest_of_members_s: float, majority_s: float
     ) -> float | None:
         """Returns the limit that a wait for this member has reached, if any. Arguments: for how long any group, any member, and more than
         half of the members have waited."""
-        if any(x.replica_id == replica_id and x.state != self.quorum.reference for x in self.quorum.members):
+        if self._heals(replica_id):
             return self._times.heal_grace_s if longest_of_members_s >= self._times.heal_grace_s else None
         steps_s = STALL_STEPS * max((report.median_step_s for report in self._reports.values()), default=0.0)
         floor_s, stall_s = max(STALL_FLOOR_S, steps_s), max(self._times.stall_s, steps_s)
