@@ -193,7 +193,8 @@ class GroupMachine:
         blame = tuple(sorted({other for c in calls for other in c.blame}))
         known, failed = max(c.known for c in calls), any(c.failed for c in calls)
         self._number += 1
-        self._calling = m.Call(member, "pharos", known, failed, blame, calls[0].fingerprint, self._number)
+        epoch = self.quorum.epoch if self.quorum else ""
+        self._calling = m.Call(member, "pharos", known, failed, blame, calls[0].fingerprint, self._number, epoch)
         self._tries, self._called_at_s = 0, now_s
         self._asks_since_s = now_s if self._asks_since_s is None else self._asks_since_s
         self.reason = "all ranks have requested a quorum: the request is sent to the lighthouse"

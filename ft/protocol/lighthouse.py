@@ -2,8 +2,10 @@
 it. roster.py has the live ids of replica groups; rules.py decides whether they form a quorum; quorum_record.py has the history of the
 newest quorum and sends its notices.
 
-Design choice: a quorum of a different epoch is not adopted once this lighthouse has issued one of its own, since its members were away when
-the job began anew without a state file. They are notified that their quorum is over, and heal.
+Design choice: without its state file a lighthouse does not know a job that runs, so the first group that requests a quorum begins the job
+anew, unless --recover is given. If members then report a quorum of a different epoch, the running job continues as after --recover, as
+long as no step of the new one is settled (`_gives_way_to`). Later its members are notified that their quorum is over; those whose state is
+further are refused, so that they keep it, until the job is as far, has ended or may be taken over (`_refuse_epoch`); the others heal.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from ft.protocol.rules import (
     choose_excluded,
     decide,
     describe_pairs,
+    fingerprint_mismatches,
     fingerprint_problem,
 )
 
@@ -53,12 +56,12 @@ class LighthouseMachine:
         *,
         epoch: str,
         saved: PersistentState | None = None,
-        fresh: bool = False,
+        recover: bool = False,
         lower_limits: bool = False,
     ) -> None:
-        """`epoch`: unique to this process, used unless `saved` or a report has the job's. `saved`: contents of the state file. `fresh`:
-        no state file has ever existed. With neither, the file was lost: for takeover_s (None: until an operator's order) no
-        quorum is formed before all members of the newest one report. `lower_limits`: the config's limits apply even below saved ones."""
+        """`epoch`: unique to this process, used unless `saved` or a report has the job's. `saved`: contents of the state file. `recover`:
+        without it the job runs, and its members report it; else a job begins. `lower_limits`: the config's limits apply even below saved
+        ones."""
         limits = config.limits if lower_limits else config.limits.at_least(saved.limits if saved else None)
         times, count = replace(config.times, takeover_s=limits.takeover_s), limits.num_replica_groups
         self.config = config = replace(config, min_replicas=limits.min_replicas, times=times, num_replica_groups=count)
@@ -66,15 +69,18 @@ class LighthouseMachine:
         self.reason = "no group has requested a quorum"
         self._record: QuorumRecord | None = None  # record of the newest quorum
         self._epoch, self._last_id, self._settled = epoch, 0, 0
+        self._began_at: int | None = (
+            None  # step at which this process began the job; None: it continues a job, or there is none
+        )
         self._fingerprint: Fingerprint = ()  # the job's
         self._last_tick_s = now_s
         self._excused_until_s = now_s  # until then a closed stream is no sign of a death; see _notice_stop
         self._persisted = (0, now_s)  # settled step of the last Persist, and its time
-        takeover_s = math.inf if config.times.takeover_s is None else config.times.takeover_s
-        self._state_file_lost = not (saved or fresh)
-        self._awaits_reports_until_s = now_s + takeover_s if self._state_file_lost else now_s
+        self._state_file_lost, self._awaits_reports_until_s = False, now_s
         self._reported: set[str] = set()  # names of groups that have opened a stream, and so reported their quorum
         self._out: list[Effect] = []
+        if recover and not saved:
+            self._await_reports(now_s)
         if saved:
             self._epoch, self._last_id, self._settled = saved.epoch, saved.last_id, saved.settled
             self.roster.kind = saved.kind
@@ -141,6 +147,13 @@ class LighthouseMachine:
         if self._record:
             self._record.extend_deadlines(gap_s, now_s)
 
+    def _await_reports(self, now_s: float) -> None:
+        """Goes on without the state file of a job that runs: for takeover_s (None: until an operator's order) no quorum is formed before
+        all members of the newest one report."""
+        takeover_s = self.config.times.takeover_s
+        self._state_file_lost = True
+        self._awaits_reports_until_s = math.inf if takeover_s is None else now_s + takeover_s
+
     def _on_call(self, event: Call, now_s: float) -> None:
         if self._refuse_call(event, now_s):
             return
@@ -180,18 +193,28 @@ class LighthouseMachine:
         replica_id, known_quorum, roster = event.replica_id, event.quorum, self.roster
         if self._turn_away(replica_id, "pharos", now_s):
             return
-        if self._state_file_lost:
-            self._reported.add(m.name_of(replica_id))
         known_id, newest_id = (x.quorum_id if x else 0 for x in (known_quorum, self.quorum))
         if known_quorum:
             self._choose_kind("pharos")
             self._last_id = max(self._last_id, known_id)
-            if known_quorum.members and (self.quorum is None or known_quorum.epoch == self.quorum.epoch):
+            gives_way = self._gives_way_to(known_quorum, event.settled)
+            if gives_way:
+                newest_id = 0  # ids of two epochs do not compare
+            if known_quorum.members and (gives_way or self.quorum is None or known_quorum.epoch == self.quorum.epoch):
+                old = self.quorum
                 if known_id > newest_id:  # issued by the lighthouse process before this one, maybe after going back
-                    old, self._epoch, self._settled = self.quorum, known_quorum.epoch, 0
-                    self._adopt(known_quorum, now_s).leave_behind(old)
+                    if known_quorum.epoch != self._epoch and not self._state_file_lost:
+                        self._await_reports(now_s)
+                    self._epoch, self._settled, self._began_at = known_quorum.epoch, 0, None
+                    self._adopt(known_quorum, now_s)
                 if known_id >= newest_id:
                     self._settled = max(self._settled, event.settled)
+                if gives_way:
+                    self._persist(now_s)  # else a restart would continue from the other epoch
+                if self._record and known_id > newest_id:
+                    self._record.leave_behind(old)
+        if self._state_file_lost:
+            self._reported.add(m.name_of(replica_id))
         roster.heard_from(replica_id, "pharos", now_s).stream = True
         roster.live.setdefault(m.name_of(replica_id), replica_id)
         if self._record:
@@ -201,7 +224,15 @@ class LighthouseMachine:
             elif known_id and not was_member:
                 # excluded by the lighthouse process before this one; the time since then is not known
                 roster.no_longer_members.setdefault(replica_id, now_s)
-            self._record.bring_up_to_date(replica_id, known_id)
+            self._record.bring_up_to_date(replica_id, known_quorum)
+
+    def _gives_way_to(self, known: Quorum, settled: int) -> bool:
+        """True if this process has begun the job without its state file, and no step of it is settled yet, while a member of the job that
+        runs, of the same fingerprint, reports a later settled step."""
+        if self._began_at is None or self._settled > self._began_at or not known.members or known.epoch == self._epoch:
+            return False
+        same = not fingerprint_mismatches((self._fingerprint, known.fingerprint))
+        return same and max(settled, known.reference[0]) > self._settled
 
     def _on_stream_closed(self, replica_id: str, now_s: float) -> None:
         """Counts the group as lost, since the kernel closes the stream of a process that died; after a stop of this lighthouse only once
@@ -324,6 +355,8 @@ class LighthouseMachine:
             self._state_file_lost = False
         else:
             new_id = self._record.quorum.quorum_id
+        if self._record is None:
+            self._began_at = decision.reference[0]
         quorum = Quorum(new_id, decision.members, decision.reference, self._epoch, self._fingerprint)
         self._settled = decision.reference[0]
         for peer in map(self.roster.peers.__getitem__, ids):
@@ -337,20 +370,20 @@ class LighthouseMachine:
 
     def _set_quorum(self, quorum: Quorum, now_s: float) -> QuorumRecord:
         record = self._record
-        if record and record.quorum.quorum_id == quorum.quorum_id:
+        if record and (record.quorum.epoch, record.quorum.quorum_id) == (quorum.epoch, quorum.quorum_id):
             record.renew(quorum)
         else:
             record = self._record = QuorumRecord(quorum, self.roster, self.config.times, self._notify)
         self.roster.set_quorum(quorum, now_s)
         return record
 
-    def _adopt(self, quorum: Quorum, now_s: float) -> QuorumRecord:
+    def _adopt(self, quorum: Quorum, now_s: float) -> None:
         """Makes a quorum from the state file or from a report the newest one."""
         self._last_id = max(self._last_id, quorum.quorum_id)
         self._settled = max(self._settled, quorum.reference[0])
         self._take_fingerprint(quorum.fingerprint)
         self.roster.mark_healthy(quorum, now_s)
-        return self._set_quorum(quorum, now_s)
+        self._set_quorum(quorum, now_s)
 
     def _lose(self, ids: list[str], why: str) -> None:
         peers = self.roster.peers
@@ -367,13 +400,13 @@ class LighthouseMachine:
     # ---- refusals
 
     def _refuse_call(self, event: Call, now_s: float) -> bool:
-        """Refuses a lost id, a wrong kind, a second group of one name, or a different fingerprint. True: refused."""
+        """Refuses a lost id, a wrong kind, a second group of one name, a different epoch or fingerprint. True: refused."""
         member = event.member
         if event.kind == "pharos" and self._refuse_lost(member.replica_id, now_s):
             return True
         self._choose_kind(event.kind)
         self._choose_fingerprint(event, now_s)
-        problem = self.kind_problem(event.kind) or self._name_taken(event, now_s)
+        problem = self.kind_problem(event.kind) or self._name_taken(event, now_s) or self._refuse_epoch(event, now_s)
         mismatched = None if problem else fingerprint_problem(event, self._fingerprint)
         if mismatched and self.roster.claims and not self.roster.has_heard_a_member:  # until one returns, or takeover
             self.roster.mismatched[member.replica_id] = mismatched[1]
@@ -458,6 +491,20 @@ class LighthouseMachine:
             return ("ALREADY_EXISTS", f'two groups with the name "{name}": {old} was seen {silent_s:.1f} s ago')
         self._lose([old], f"{new} took its name")
         return None
+
+    def _refuse_epoch(self, event: Call, now_s: float) -> Refusal:
+        """Refuses a former member of a different epoch whose state is further than all settled steps: a heal would discard it. Its group
+        repeats the request until the job is as far, or until the groups of this epoch have left or may be taken over."""
+        member, takeover_s = event.member, self.config.times.takeover_s
+        of_this = self._record is None or event.epoch in ("", self._epoch)
+        if of_this or member.step - 1 <= self._settled or self.roster.may_be_taken_over(now_s, takeover_s):
+            return None
+        self.roster.no_longer_members.pop(member.replica_id, None)
+        has, here = (f"step {m.describe_step(step)}" for step in (member.step, self._settled))
+        unknown = f"it has {has} of epoch {event.epoch}, of which this lighthouse has no state; epoch {self._epoch} has settled {here} here"
+        stop = f"stop the groups of epoch {self._epoch} and start the lighthouse"
+        start = f"with the state file of epoch {event.epoch}, or without a state file and with --recover"
+        return ("FAILED_PRECONDITION", f"{unknown}. To continue from {has}, {stop} {start}")
 
     # ---- effects
 

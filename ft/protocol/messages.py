@@ -262,6 +262,7 @@ class Call(Event):
     blame: tuple[str, ...] = ()  # replica_ids that it cannot work with now: no connection, or a different fingerprint
     fingerprint: Fingerprint = ()
     number: int = 0  # grows with each request of this process; a retry repeats it, so a late copy is recognised
+    epoch: str = ""  # of quorum `known`
 
 
 class CallCancelled(Event):

@@ -106,12 +106,15 @@ class QuorumRecord:
             why = f"quorum {self.quorum.quorum_id} was formed without this group"
             self._notify(out, m.GenerationAborted(old.quorum_id, why))
 
-    def bring_up_to_date(self, replica_id: str, known: int) -> None:
-        """Sends down a new stream all notices that its group may have missed. `known`: id of the newest quorum that it knows; 0: none."""
+    def bring_up_to_date(self, replica_id: str, known: Quorum | None) -> None:
+        """Sends down a new stream all notices that its group may have missed. `known`: the newest quorum that it knows."""
         quorum, me = self.quorum, (replica_id,)
         if replica_id not in self._roster.previous:
             if known:
-                self._notify(me, m.GenerationAborted(known, f"quorum {quorum.quorum_id} continues without this group"))
+                why = f"quorum {quorum.quorum_id} continues without this group"
+                if known.epoch not in ("", quorum.epoch):
+                    why = f"this lighthouse has no state of epoch {known.epoch}: its quorum {quorum.quorum_id} is of epoch {quorum.epoch}"
+                self._notify(me, m.GenerationAborted(known.quorum_id, why))
             return
         if self.lost:
             self._notify(me, m.MemberLost(quorum.quorum_id, tuple(self.lost), self._lost_why))

@@ -87,7 +87,7 @@ def validate_request(event: Call) -> str:
     """Returns the reason why a quorum request has impossible values; "": it has none. Servers check it before a machine is fed. torchft's
     members may omit world size and addresses."""
     member = event.member
-    texts = (member.replica_id, member.address, member.store_address, member.commit_id)
+    texts = (member.replica_id, member.address, member.store_address, member.commit_id, event.epoch)
     all_texts = "".join(texts)  # one comparison of lengths: together they are usually shorter than MAX_TEXT
     too_long = len(all_texts) > MAX_TEXT and max(map(len, texts)) > MAX_TEXT
     if too_long or not all_texts.isprintable() or not member.replica_id:

@@ -34,11 +34,11 @@ Forms the quorums of a job of replica groups. A number after the last semicolon 
   --min_replicas N           required: the fewest groups of a quorum, healing ones included
   --bind HOST:PORT           default [::]:29510 with a token or --insecure, else loopback; port 0: a free one
   --join_timeout_ms MS       how long the oldest request of a previous member (else of any group) waits for live groups; 60000
-  --quorum_tick_ms MS        interval between two checks of the waiting requests, at most 5000; 100
+  --quorum_tick_ms MS        interval of the checks of timeouts, at most 5000; 100
   --heartbeat_timeout_ms MS  silence after which a group is lost; must equal the groups' fault_tolerance.heartbeat_timeout_s; 5000
   --heal_grace_s S           wait of the others for a state that is arriving; must equal the groups' fault_tolerance.heal_grace_s; 30
   --http HOST:PORT|none      address of the dashboard, /status.json and /metrics; default: host and next port of --bind
-  --state_file FILE|none     file that a restart continues from; default: outputs/lighthouse-PORT.json, none with port 0
+  --state_file FILE|none     state for a restart; default: outputs/lighthouse-PORT.json of the current folder, none with port 0
   --recover                  start without a usable state file, and learn the job's state from its running groups
   --takeover_s S|never       silence of all members of the last quorum after which other groups may continue; 30
   --stall_s S                wait for a group (five median steps or more) after which it counts as lost; 10 s if most members wait; 60

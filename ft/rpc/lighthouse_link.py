@@ -183,8 +183,8 @@ class PharosConnection(LighthouseConnection):
         while True:
             stream = self._channel.stream_stream("/pharos.Lighthouse/Watch")(metadata=self._metadata)
             try:
-                quorum_id = self._quorum.quorum_id if self._quorum else 0
-                hello = pharos_pb2.Hello(replica_id=replica_id, quorum_id=quorum_id, settled=settled())
+                quorum_id, epoch = (self._quorum.quorum_id, self._quorum.epoch) if self._quorum else (0, "")
+                hello = pharos_pb2.Hello(replica_id=replica_id, quorum_id=quorum_id, settled=settled(), epoch=epoch)
                 await self.write(stream, pharos_pb2.Up(hello=hello))
                 self._stream = stream
                 while (data := await stream.read()) is not grpc.aio.EOF:

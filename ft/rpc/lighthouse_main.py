@@ -97,7 +97,7 @@ async def serve(
         options.config,
         state_writer=state_writer,
         saved=saved and reserved(saved),
-        fresh=not options.recover,
+        recover=options.recover,
         lower_limits=options.lower_limits,
         observer=observer,
     )

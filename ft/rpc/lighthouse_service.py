@@ -53,13 +53,13 @@ class LighthouseService:
         *,
         state_writer: state_file.StateFileWriter | None = None,
         saved: m.PersistentState | None = None,
-        fresh: bool = True,
+        recover: bool = False,
         lower_limits: bool = False,
         observer: Observer | None = None,
     ) -> None:
         epoch = uuid.uuid4().hex[:12]
         self.machine = LighthouseMachine(
-            config, now_s(), epoch=epoch, saved=saved, fresh=fresh, lower_limits=lower_limits
+            config, now_s(), epoch=epoch, saved=saved, recover=recover, lower_limits=lower_limits
         )
         self.config, self.state_writer, self.max_waiting = self.machine.config, state_writer, MAX_WAITING
         if config.limits != (limits := self.config.limits):
@@ -154,7 +154,7 @@ class LighthouseService:
     async def _watch(self, outbox: Outbox) -> None:
         hello = codec.parse(pharos_pb2.Up, await outbox.read_hello()).hello
         replica_id = hello.replica_id
-        _check(m.Call(m.Member(replica_id), known=hello.quorum_id))
+        _check(m.Call(m.Member(replica_id), known=hello.quorum_id, epoch=hello.epoch))
         _check_step(hello.settled)
         self._check_id(hello.quorum_id)
         self._check_kind("pharos")
@@ -162,7 +162,7 @@ class LighthouseService:
         if old:
             old.end()
         try:
-            if hello.quorum_id > self._newest_id:
+            if self._must_send_quorum(hello):
                 outbox.send(pharos_pb2.Down(send_quorum=True).SerializeToString())
             else:
                 self._opened(hello)
@@ -177,8 +177,27 @@ class LighthouseService:
 
     def _opened(self, hello: pharos_pb2.Hello, known: m.Quorum | None = None) -> None:
         """Feeds StreamOpened. `known`: the quorum of the hello, if the machine does not know it; else its id is enough."""
-        known = known or (m.Quorum(hello.quorum_id, ()) if hello.quorum_id else None)
+        known = known or (m.Quorum(hello.quorum_id, (), epoch=hello.epoch) if hello.quorum_id else None)
+        before = self.machine.quorum
         self.driver.feed(m.StreamOpened(hello.replica_id, known, hello.settled))
+        if known is None or before is None or known.epoch in ("", before.epoch):
+            return
+        settled = m.describe_step(hello.settled)
+        reports = f"{hello.replica_id} reports quorum {known.quorum_id} of epoch {known.epoch}, settled step {settled}"
+        cause = "this lighthouse was started without the state file of a running job"
+        if self.machine.quorum is not before:
+            log.warning(
+                "%s: %s, which continues; quorum %d, formed since then, is over", reports, cause, before.quorum_id
+            )
+        else:
+            goes_on = f"it continues with quorum {before.quorum_id} of epoch {before.epoch}"
+            log.error("%s: %s; %s. Members whose state is further wait, and log the remedy", reports, cause, goes_on)
+
+    def _must_send_quorum(self, hello: pharos_pb2.Hello) -> bool:
+        """True if the machine does not know the quorum of the hello, and may adopt it."""
+        newest = self.machine.quorum
+        is_foreign = newest is not None and hello.epoch not in ("", newest.epoch)
+        return hello.quorum_id > self._newest_id or (hello.quorum_id > 0 and is_foreign)
 
     def _on_message(self, hello: pharos_pb2.Hello, up: pharos_pb2.Up, outbox: Outbox) -> None:
         which = up.WhichOneof("up")
@@ -205,7 +224,7 @@ class LighthouseService:
                 outbox.answered_s = up.report.sent_s
                 outbox.send(pharos_pb2.Down(beat_answered=up.report.sent_s).SerializeToString())
         elif which == "quorum":
-            new = up.quorum.quorum_id == hello.quorum_id > self._newest_id
+            new = up.quorum.quorum_id == hello.quorum_id and self._must_send_quorum(hello)
             self._opened(hello, codec.quorum_from(up.quorum) if new else None)
         elif which == "timeline_event":
             timeline_event = codec.check_timeline_event(up.timeline_event)

@@ -21,7 +21,7 @@ class Job:
 
     def __init__(self, *ids: str) -> None:
         self.now_s = 1000.0
-        self.machine = LighthouseMachine(LighthouseConfig(min_replicas=len(ids)), self.now_s, epoch="e", fresh=True)
+        self.machine = LighthouseMachine(LighthouseConfig(min_replicas=len(ids)), self.now_s, epoch="e")
         self.history = History(self.machine, lambda: self.now_s)
         for replica_id in ids:
             self.feed(m.StreamOpened(replica_id))

@@ -186,10 +186,8 @@ class LighthousePlayer(Player):
     def __init__(self, kind: str = "pharos", **config: Any) -> None:
         super().__init__()
         self.kind: Any = kind
-        start = {name: config.pop(name) for name in ("saved", "fresh", "lower_limits", "epoch") if name in config}
-        self.machine = LighthouseMachine(
-            _config(LighthouseConfig, **config), 0.0, **{"epoch": "job", "fresh": True, **start}
-        )
+        start = {name: config.pop(name) for name in ("saved", "recover", "lower_limits", "epoch") if name in config}
+        self.machine = LighthouseMachine(_config(LighthouseConfig, **config), 0.0, **{"epoch": "job", **start})
         self.asked: dict[str, int] = {}  # the number of each group's newest question
         self.answered = 0  # the newest quorum that was answered to all: its answer tells its members
         self.running: m.Quorum | None = None  # what members know of a lighthouse before this one
@@ -214,7 +212,7 @@ class LighthousePlayer(Player):
 
     def call(self, *names: str, step: int = 0, branch: int = 0, id: Any = 1, kind: Any = None, **more: Any) -> None:
         """Each asks for a quorum. Step 4 of branch 1 has come from the checkpoint, if `quorum` is 0, and else of that quorum."""
-        calls = ("known", "failed", "blame", "fingerprint", "number")
+        calls = ("known", "failed", "blame", "fingerprint", "number", "epoch")
         fields = {key: more.pop(key) for key in list(more) if key not in calls}
         of_quorum = fields.pop("quorum", 0)
         for name in names:

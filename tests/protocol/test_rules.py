@@ -83,7 +83,7 @@ def test_whoever_reports_an_older_quorum_than_another_does_is_told_that_it_is_ov
     """It waits in that one, and its own members are in the newer (seed 5034)."""
     older = formed("abc").machine.quorum
     newer = replace(older, quorum_id=older.quorum_id + 1, members=older.members[:2])
-    again = LighthousePlayer(fresh=False)
+    again = LighthousePlayer(recover=True)
     assert again.say(m.StreamOpened("c:1", older)) == []
     told = [effect for effect in again.say(m.StreamOpened("a:1", newer)) if isinstance(effect, m.Notify)]
     over = m.GenerationAborted(older.quorum_id, f"quorum {newer.quorum_id} was formed without this group")
@@ -102,6 +102,14 @@ def test_what_a_healing_group_had_settled_sends_nobody_back_to_a_checkpoint():
     said = player.say(m.Call(Member("b:1", step=m.VOID), known=7, number=1))
     assert not [effect for effect in said if isinstance(effect, m.MustRestore)]
     assert player.machine.quorum.ids == ("a:1", "b:1") and player.machine.saved.settled == 93
+
+
+def test_a_request_names_the_epoch_of_the_newest_quorum():
+    group = GroupPlayer(1)
+    group.ask(0)
+    group.say(m.LighthouseAnswered(m.Quorum(1, (Member("a:1"),), epoch="job")))
+    group.ask(0, known=1, number=1)
+    assert [x.call.epoch for x in group.effects if isinstance(x, m.CallLighthouse)] == ["", "job"]
 
 
 # ------------------------------------------------------------------------------------------------ timeouts

@@ -71,10 +71,13 @@ def _example(hint: Any, number: int) -> Any:
 
 
 def test_the_bytes_on_the_wire_are_those_of_earlier_releases():
-    """SHA-256 of each message, all fields filled. A process of an earlier release may be at the other end: never renew these."""
+    """SHA-256 of each message, all fields filled but those that later releases added, whose default adds no byte. A process of an earlier
+    release may be at the other end: never renew these."""
+    added: dict[Any, dict[str, Any]] = {m.Call: {"epoch": ""}}
+    words = {word.__name__: replace(_example(word, 0), **added.get(word, {})) for word in WORDS}
     found = {
-        word.__name__: hashlib.sha256(codec.to_message(_example(word, 0)).SerializeToString()).hexdigest()[:16]
-        for word in WORDS
+        name: hashlib.sha256(codec.to_message(word).SerializeToString()).hexdigest()[:16]
+        for name, word in words.items()
     }
     assert found == BYTES
 

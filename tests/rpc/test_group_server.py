@@ -373,6 +373,28 @@ def test_a_stream_that_breaks_before_its_hello_is_opened_again():
     asyncio.run(story())
 
 
+def test_a_stream_that_is_opened_again_names_the_newest_quorum_and_its_epoch():
+    async def story() -> None:
+        hellos = asyncio.Queue[Any]()
+        known = m.Quorum(3, (m.Member("a:1", "http://a", "a:2"),), epoch="job")
+
+        async def answer_and_end(context: Any) -> None:
+            hellos.put_nowait(codec.parse(pharos_pb2.Up, await context.read()).hello)
+            reply = pharos_pb2.QuorumReply(quorum=codec.to_message(known))
+            await context.write(pharos_pb2.Down(answer=reply).SerializeToString())
+
+        server, port = _streaming(answer_and_end)
+        await server.start()
+        link = PharosConnection(f"127.0.0.1:{port}", Access(), lambda e: None, asyncio.ensure_future, lambda o: None)
+        link.open_stream("a:1", lambda: 7)
+        found = [await asyncio.wait_for(hellos.get(), WAIT_S) for _ in range(2)]
+        assert [(hello.quorum_id, hello.epoch, hello.settled) for hello in found] == [(0, "", 7), (3, "job", 7)]
+        await link.close()
+        await server.stop(0)
+
+    asyncio.run(story())
+
+
 def test_a_word_that_cannot_be_read_is_passed_over():
     """Of another version, by both ends: what comes after it is heard, and the stream stays open."""
     known, strange = m.GenerationAborted(3, "over"), pharos_pb2.Notice()

@@ -161,7 +161,27 @@ def test_without_a_state_file_the_groups_tell_what_they_know(house: Any):
     assert one.wire().code(OURS, pharos_call(m.Call(m.Member("b:1"), fingerprint=OTHER_FINGERPRINT))) == ODD
     call = m.Call(_member("a:1", step=7, commit_quorum_id=40, commit_id="c"), known=41, failed=True)
     quorum = quorum_of(one.wire().pharos(call))
-    assert (quorum.quorum_id, quorum.epoch) == (42, "the epoch")
+    assert (quorum.quorum_id, quorum.epoch) == (1_000_042, "the epoch")  # newer ones may have been issued
+
+
+def test_a_running_job_goes_on_though_a_newcomer_was_faster(house: Any, caplog: pytest.LogCaptureFixture):
+    """The ids say nothing of it: both jobs are in their first quorum."""
+    known = m.Quorum(1, (_member("a:1"),), (0, 0, ""), "the epoch", FINGERPRINT)
+    one = house()
+    assert quorum_of(one.wire().pharos(m.Call(m.Member("c:1"), fingerprint=FINGERPRINT))).quorum_id == 1
+    call = m.Call(_member("a:1", step=7, commit_quorum_id=1, commit_id="c"), known=1, epoch="the epoch")
+    assert one.wire().code(OURS, pharos_call(call))[0] == "FAILED_PRECONDITION"
+    stream = Stream(one.wire(), "a:1", known, settled=6)
+    assert stream.next("send_quorum")
+    stream.send(quorum=codec.to_message(known))
+    stream.beat(step=7, commit_quorum_id=1)
+    assert "without the state file of a running job, which continues; quorum 1, formed since then" in caplog.text
+    quorum = quorum_of(one.wire().pharos(call))
+    assert (quorum.epoch, quorum.reference, quorum.ids) == ("the epoch", (7, 1, "c"), ("a:1",))
+    other = Stream(one.wire(), "b:1", replace(known, epoch="third"), settled=9)
+    other.send(quorum=codec.to_message(replace(known, epoch="third")))
+    assert "has no state of epoch third" in getattr(other.notice(), "reason", "")
+    assert "Members whose state is further wait, and log the remedy" in caplog.text
 
 
 def test_a_lost_group_hears_it_on_its_stream_and_its_call(house: Any):

@@ -58,7 +58,8 @@ class Stream:
     def __init__(self, wire: Wire, replica_id: str, quorum: m.Quorum | None = None, settled: int = 0) -> None:
         self._up: queue.Queue[Any] = queue.Queue()
         self._sent_s = 0.0
-        hello = pharos_pb2.Hello(replica_id=replica_id, settled=settled, quorum_id=quorum.quorum_id if quorum else 0)
+        quorum_id, epoch = (quorum.quorum_id, quorum.epoch) if quorum else (0, "")
+        hello = pharos_pb2.Hello(replica_id=replica_id, settled=settled, quorum_id=quorum_id, epoch=epoch)
         self._up.put(pharos_pb2.Up(hello=hello))
         self.call = wire.channel.stream_stream("/pharos.Lighthouse/Watch")(self._sent(), metadata=wire.metadata)
 

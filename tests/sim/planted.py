@@ -63,8 +63,8 @@ class GhostCaller(LighthouseMachine):
 class Forgetful(LighthouseMachine):
     """After a restart the lighthouse knows the last quorum id, but not its members: a single new group takes the job over."""
 
-    def __init__(self, *args: Any, saved: m.PersistentState | None = None, fresh: bool = False, **more: Any) -> None:
-        super().__init__(*args, saved=replace(saved, quorum=None, settled=0) if saved else None, fresh=True, **more)
+    def __init__(self, *args: Any, saved: m.PersistentState | None = None, recover: bool = False, **more: Any) -> None:
+        super().__init__(*args, saved=replace(saved, quorum=None, settled=0) if saved else None, **more)
 
     def handle(self, event: m.Event, now_s: float) -> m.Out:
         if isinstance(event, m.StreamOpened):

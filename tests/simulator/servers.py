@@ -40,7 +40,7 @@ class LighthouseNode:
             self.process.now_s(self.world),
             epoch=f"e{number}",
             saved=m.PersistentState.from_dict(file) if file else None,
-            fresh=not file and not cluster.truth.forgetful,
+            recover=cluster.truth.forgetful,
         )
         self.disk_s = 0.0  # until when its disk takes nothing
         self._looks_s = self.world.now_s + LOOK_S  # next, at whose the state file is

@@ -149,20 +149,22 @@ class Notice(_message.Message):
     def __init__(self, member_lost: _Optional[_Union[MemberLost, _Mapping]] = ..., generation_aborted: _Optional[_Union[GenerationAborted, _Mapping]] = ..., change_announced: _Optional[_Union[ChangeAnnounced, _Mapping]] = ..., finished: _Optional[_Union[Finished, _Mapping]] = ...) -> None: ...
 
 class Call(_message.Message):
-    __slots__ = ("member", "known", "failed", "blame", "fingerprint", "number")
+    __slots__ = ("member", "known", "failed", "blame", "fingerprint", "number", "epoch")
     MEMBER_FIELD_NUMBER: _ClassVar[int]
     KNOWN_FIELD_NUMBER: _ClassVar[int]
     FAILED_FIELD_NUMBER: _ClassVar[int]
     BLAME_FIELD_NUMBER: _ClassVar[int]
     FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     NUMBER_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
     member: Member
     known: int
     failed: bool
     blame: _containers.RepeatedScalarFieldContainer[str]
     fingerprint: _containers.RepeatedCompositeFieldContainer[Digest]
     number: int
-    def __init__(self, member: _Optional[_Union[Member, _Mapping]] = ..., known: _Optional[int] = ..., failed: bool = ..., blame: _Optional[_Iterable[str]] = ..., fingerprint: _Optional[_Iterable[_Union[Digest, _Mapping]]] = ..., number: _Optional[int] = ...) -> None: ...
+    epoch: str
+    def __init__(self, member: _Optional[_Union[Member, _Mapping]] = ..., known: _Optional[int] = ..., failed: bool = ..., blame: _Optional[_Iterable[str]] = ..., fingerprint: _Optional[_Iterable[_Union[Digest, _Mapping]]] = ..., number: _Optional[int] = ..., epoch: _Optional[str] = ...) -> None: ...
 
 class QuorumRequest(_message.Message):
     __slots__ = ("call", "static_quorum_id")
@@ -219,14 +221,16 @@ class Up(_message.Message):
     def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., quorum: _Optional[_Union[Quorum, _Mapping]] = ..., report: _Optional[_Union[Report, _Mapping]] = ..., timeline_event: _Optional[_Union[TimelineEvent, _Mapping]] = ...) -> None: ...
 
 class Hello(_message.Message):
-    __slots__ = ("replica_id", "quorum_id", "settled")
+    __slots__ = ("replica_id", "quorum_id", "settled", "epoch")
     REPLICA_ID_FIELD_NUMBER: _ClassVar[int]
     QUORUM_ID_FIELD_NUMBER: _ClassVar[int]
     SETTLED_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
     replica_id: str
     quorum_id: int
     settled: int
-    def __init__(self, replica_id: _Optional[str] = ..., quorum_id: _Optional[int] = ..., settled: _Optional[int] = ...) -> None: ...
+    epoch: str
+    def __init__(self, replica_id: _Optional[str] = ..., quorum_id: _Optional[int] = ..., settled: _Optional[int] = ..., epoch: _Optional[str] = ...) -> None: ...
 
 class Report(_message.Message):
     __slots__ = ("replica_id", "step", "commit_quorum_id", "waiting", "median_step_s", "settled", "sent_s", "phase", "healed_bytes", "goodput_s", "wall_s", "mean_loss", "heal_done_bytes", "heal_total_bytes", "phase_limit_s", "launched", "summed", "blame")
