@@ -1,8 +1,8 @@
 """Checkpoints: the steps that are due, one save from beginning to end, and the checkpoint from which a launch resumes.
 
-Flow: components.py calls `load` and `close`, train.py asks `due` and `overdue`, saver.py calls `save`. checkpoint_dcp.py writes and reads
-the states, checkpoint_files.py publishes the files of a checkpoint atomically; object_store.py copies it into an object store, if
-checkpoint.folder is one."""
+Flow: components.py loads, rewinds and closes; train.py asks which saves are due; saver.py saves and waits. checkpoint_dcp.py writes and
+reads the states, checkpoint_files.py publishes the files of a checkpoint atomically; object_store.py copies it into an object store and
+out of it, if checkpoint.folder is one."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -36,7 +36,7 @@ from training.checkpoint_files import (
 from training.config import readable
 from training.log import Log
 from training.object_store import ObjectStore, Uploader, is_url
-from training.progress import Clock, as_ranges
+from training.progress import Bar, Clock, as_ranges
 from training.writer_lease import UncheckedLease, WriterLease
 
 if TYPE_CHECKING:
@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from training.checkpoint_dcp import StreamingPlanner
 
 RETRY_S = 30.0  # from a failed save to its retry
+POLL_S = 1.0  # longest wait in a collective for a copy out of an object store
 INITIAL = "initial"  # in the run's folder: the copy of an initial_load_path that is in an object store
 T = TypeVar("T")
 
@@ -85,7 +86,8 @@ class CheckpointConfig:
     ] = -1
     verify_digests: Annotated[bool, "verify the digests of every file before loading"] = True
     load_only: Annotated[
-        bool, "resume from a checkpoint, and save nothing: no checkpoints, metrics, samples or settings"
+        bool,
+        "resume from a checkpoint, and save nothing: no checkpoints, metrics, samples or settings; log, events and traces are written",
     ] = False
     enable_first_step_checkpoint: Annotated[bool, "also save after step 1, to find storage problems early"] = False
     # true in torchtitan. Here a finished run can be continued by raising training.steps, which is worth the space of a full checkpoint.
@@ -181,11 +183,14 @@ class Checkpointer:
         on_stage: Callable[[str], None] = lambda stage: None,
         report: Callable[[str], None] | None = None,
         beside: Sequence[str] = (),
+        fetcher: str = "",
+        on_bytes: Callable[[], None] = lambda: None,
     ) -> None:
         """`computed`: names of tensors that follow from the configuration; one of another size is not loaded. `lease`: for replica groups
         that share the folder; only its holder saves and removes leftovers. `in_thread`: runs work in the background. `on_stage`: called
         before a save makes its folder ("begin", rank 0), writes ("write"), renames ("publish", rank 0). `report`: reports that an object
-        store fails or recovers; None: `log` does. `beside`: patterns of further files of the run's folder that an object store gets."""
+        store fails or recovers; None: `log` does. `beside`: patterns of further files of the run's folder that an object store gets.
+        `fetcher`: see ObjectStore.fetch. `on_bytes`: called on all ranks while rank 0 copies out of an object store, if bytes arrive."""
         self._run_folder, self.folder = run_folder, run_folder / config.local_folder
         self.place = config.place(run_folder)
         self.saving: Future[None] | None = None  # a save in the background, until `wait`
@@ -195,7 +200,8 @@ class Checkpointer:
         self._in_thread = in_thread or (
             lambda work: threading.Thread(target=work, name="checkpoint-scan", daemon=True).start()
         )
-        self._beside = beside
+        self._beside, self._fetcher, self._on_bytes = beside, fetcher, on_bytes
+        self._fetched_bytes, self._ends_copy = 0, False  # by the thread of `_copy_on_rank0`; it is to end
         self._saves_enabled = not config.nothing_saved
         self.saved_step: int | None = None  # newest step that this group has saved
         self._saved_full_step: int | None = None  # step of a full checkpoint of this run: not saved again
@@ -318,7 +324,7 @@ class Checkpointer:
         with suppress(CheckpointFailed, OSError):
             self.wait()
         if is_url(self._config.folder):
-            self._ranks.on_rank0(lambda: self._fetch(self._config.load_step))
+            self._copy_on_rank0(lambda: self._fetch(self._config.load_step))
         if not self._config.load_only:
             self._ranks.on_rank0(lambda: self._tidy(restore_only=self._lease.shared))
         steps = self._ranks.on_rank0(self._own_steps)
@@ -388,7 +394,7 @@ class Checkpointer:
                         # rows that another machine wrote; before the checkpoint, since a start that finds the step on disk fetches
                         # nothing more
                         self._uploader.store.fetch_files(self.folder.parent)
-                    self._uploader.store.fetch(step, self.folder)
+                    self._copy(self._uploader.store, step, self.folder)
                     break
                 except Damaged as damage:
                     damaged.append(f"step {step}: {damage}")
@@ -405,9 +411,47 @@ class Checkpointer:
         """Replaces a damaged checkpoint, on rank 0, by that of the object store; None: it has no intact one."""
         assert self._uploader
         try:
-            return files.read_manifest(self._uploader.store.fetch(step, self.folder, anew=True))
+            return files.read_manifest(self._copy(self._uploader.store, step, self.folder, anew=True))
         except (OSError, Damaged):
             return None
+
+    def _copy(self, store: ObjectStore, step: int, folder: Path, *, anew: bool = False) -> Path:
+        """Copies a checkpoint out of a store, on rank 0: see ObjectStore.fetch."""
+        label = f"checkpoint: step {step} from {store.url}"
+        bar = Bar(store.manifest(step).size_bytes, label, log=self._log)
+
+        def on_bytes(count: int) -> None:
+            if self._ends_copy:
+                raise CheckpointFailed(f"{label}: not complete; the next launch copies the rest")
+            self._fetched_bytes += count
+            bar.update(count)
+
+        try:
+            return store.fetch(step, folder, fetcher=self._fetcher, anew=anew, on_bytes=on_bytes)
+        finally:
+            bar.close()
+
+    def _copy_on_rank0(self, work: Callable[[], T]) -> T:
+        """Calls `work`, which may copy a checkpoint out of an object store for hours, on rank 0 in a thread; every rank returns its result
+        or raises its exception. Collectives wait for POLL_S at most, since gloo limits their time. Collective."""
+        copied_bytes, self._ends_copy = self._fetched_bytes, False
+        with ThreadPoolExecutor(1, thread_name_prefix="checkpoint-copy") as thread:
+            copying = thread.submit(work) if self._ranks.rank == 0 else Future[T]()
+
+            def poll() -> tuple[bool, int]:
+                wait([copying], POLL_S)
+                return copying.done(), self._fetched_bytes
+
+            try:
+                while True:
+                    is_done, now_bytes = self._ranks.on_rank0(poll)
+                    if is_done:
+                        return self._ranks.on_rank0(copying.result)
+                    if now_bytes > copied_bytes:
+                        copied_bytes = now_bytes
+                        self._on_bytes()
+            finally:
+                self._ends_copy = True
 
     def _stored(self) -> dict[int, Manifest | None]:
         """Returns the manifests in the object store by step, ascending, on rank 0. Raises CheckpointFailed if it does not answer."""
@@ -616,7 +660,8 @@ class Checkpointer:
             return loaded
         if self._damaged:
             listed = "; ".join(f"step {step}: {problem}" for step, problem in self._damaged.items())
-            rest = "set a different load_step" if wanted >= 0 else "rename the folder to start from step 0"
+            folders = f"the folder and {self.place}" if is_url(self._config.folder) else "the folder"
+            rest = "set a different load_step" if wanted >= 0 else f"rename {folders} to start from step 0"
             raise CheckpointFailed(f"checkpoint: no checkpoint in {self.folder} is intact ({listed}); {rest}")
         # There is no full checkpoint. Of checkpoints with only weights, a run can start from the seed only.
         if 0 not in surveyed or (wanted < 0 and len(steps) > 1):
@@ -646,7 +691,7 @@ class Checkpointer:
             path = files.step_folder(self.folder, step)
             problem = self._restore(path, found, tuple(self._states))
             if problem and is_url(self._config.folder):
-                found = self._ranks.on_rank0(partial(self._fetch_again, step)) or problem
+                found = self._copy_on_rank0(partial(self._fetch_again, step)) or problem
                 if isinstance(found, Manifest):
                     self._warn("checkpoint: step %d is damaged (%s), fetched again from %s", step, problem, self.place)
                     problem = self._restore(path, found, tuple(self._states))
@@ -680,7 +725,7 @@ class Checkpointer:
             if is_url(self._config.folder):
                 self._fetch(-1, before=step)  # not load_step: the run has gone on since
 
-        self._ranks.on_rank0(prepare)
+        self._copy_on_rank0(prepare)
         surveyed = self._survey()
         seed = surveyed.pop(0) if isinstance(found := surveyed.get(0), Manifest) and found.kind == "model" else None
 
@@ -712,10 +757,10 @@ class Checkpointer:
         setting = f'checkpoint.initial_load_path = "{config.initial_load_path}"'
 
         def find() -> tuple[Path, Manifest | str | None]:
-            path = self.fetch_initial()
+            path = self._fetch_initial()
             return path, manifest_or_problem(path) if (path / files.MANIFEST).exists() else None
 
-        path, found = self._ranks.on_rank0(find)
+        path, found = self._copy_on_rank0(find)
         if found is None:
             self._warn("%s: has no %s, so it is not verified", setting, files.MANIFEST)
         is_full = isinstance(found, Manifest) and found.kind == "full"
@@ -730,7 +775,11 @@ class Checkpointer:
             return None
         return found.step if isinstance(found, Manifest) else None
 
-    def fetch_initial(self) -> Path:
+    def beginning(self) -> Path | None:
+        """Returns `beginning` of this run, on all ranks, after copying initial_load_path if it is needed. Collective."""
+        return self._copy_on_rank0(lambda: beginning(self._config, self._run_folder, fetch_initial=self._fetch_initial))
+
+    def _fetch_initial(self) -> Path:
         """Returns the checkpoint that initial_load_path names, copied out of an object store, once, if it is a URL. In rank 0. Raises
         CheckpointFailed, and ValueError if there is none."""
         name = self._config.initial_load_path
@@ -742,7 +791,7 @@ class Checkpointer:
             steps = store.steps()
             for step in steps:
                 if last == f"step-{step}":
-                    return store.fetch(step, self._run_folder / INITIAL)
+                    return self._copy(store, step, self._run_folder / INITIAL)
         except OSError as error:
             raise CheckpointFailed(f"{setting}: cannot be read: {files.reason(error)}") from None
         except Damaged as damage:
@@ -814,7 +863,9 @@ class RankCollectives:
 
     def __init__(self) -> None:
         self.rank, self.world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-        timeout = timedelta(minutes=30)  # for the slowest rank's writes
+        timeout = timedelta(
+            minutes=30
+        )  # for the files of the slowest rank in a save or load, and the requests of rank 0 to a store
         self.group = dist.new_group(backend="gloo", timeout=timeout) if self.world_size > 1 else None
 
     def all_gather(self, value: T) -> list[T]:

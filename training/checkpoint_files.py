@@ -8,6 +8,7 @@ to files) and this file. No torch, no process group: one rank calls the function
         manifest.json                    the length and the digests of each of these files
     <run>/checkpoint/step-50.partial/    being written or removed, or left over from a killed process
     <run>/checkpoint/step-50.replaced/   the earlier step-50, between two renames
+    <run>/checkpoint/step-50.partial-fetch-0/    being copied out of an object store; the next launch goes on with one that is left over
     <run>/checkpoint/step-60.abandoned/  newer than checkpoint.load_step, from which the run began again; no launch uses or removes it
 
 With several replica groups the quorum of the writer is appended (step-50.partial-EPOCH-ID, writer_lease.py), so that a suspended group that
@@ -21,12 +22,12 @@ import hashlib
 import json
 import re
 import shutil
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -68,6 +69,15 @@ class FileRecord:
     name: str
     size_bytes: int
     digests: tuple[str, ...]
+
+
+class Segment(NamedTuple):
+    """Bytes `first` to `end` of a file, which have one digest."""
+
+    file: FileRecord
+    first: int
+    end: int
+    digest: str
 
 
 @dataclass(frozen=True)
@@ -209,22 +219,31 @@ def read_manifest(path: Path) -> Manifest:
 
 def verify(path: Path, manifest: Manifest, *, share: int = 0, shares: int = 1) -> None:
     """Compares the files with their digests; each of `shares` callers reads every `shares`-th segment. Raises Damaged with the place."""
-    segments = ((file, index) for file in manifest.files for index in range(len(file.digests)))
-    buffer = memoryview(bytearray(_HASHED_BYTES))
-    for file, index in islice(segments, share, None, shares):
-        first, digest = index * SEGMENT_BYTES, Digest()
-        left = min(SEGMENT_BYTES, file.size_bytes - first)
-        try:
-            with (path / file.name).open("rb", buffering=0) as stream:
-                stream.seek(first)
-                while left and (count := stream.readinto(buffer[:left])):
-                    digest.update(buffer[:count])
-                    left -= count
-        except OSError as error:
-            raise Damaged(f"{file.name}: cannot be read ({error})") from None
-        if digest.record(file.name).digests != (file.digests[index],):
-            end = min(first + SEGMENT_BYTES, file.size_bytes)
-            raise Damaged(f"{file.name}: bytes {first:,} to {end:,} are not what was written (digests differ)")
+    for segment in islice(segments(manifest), share, None, shares):
+        verify_segment(path, segment)
+
+
+def segments(manifest: Manifest) -> Iterator[Segment]:
+    for file in manifest.files:
+        for index, digest in enumerate(file.digests):
+            first = index * SEGMENT_BYTES
+            yield Segment(file, first, min(first + SEGMENT_BYTES, file.size_bytes), digest)
+
+
+def verify_segment(path: Path, segment: Segment) -> None:
+    """Compares one segment of a checkpoint's file with its digest. Raises Damaged with the place."""
+    file, first, end, expected = segment
+    buffer, digest, left = memoryview(bytearray(_HASHED_BYTES)), Digest(), end - first
+    try:
+        with (path / file.name).open("rb", buffering=0) as stream:
+            stream.seek(first)
+            while left and (count := stream.readinto(buffer[:left])):
+                digest.update(buffer[:count])
+                left -= count
+    except OSError as error:
+        raise Damaged(f"{file.name}: cannot be read ({error})") from None
+    if digest.record(file.name).digests != (expected,):
+        raise Damaged(f"{file.name}: bytes {first:,} to {end:,} are not what was written (digests differ)")
 
 
 def read_verified(path: Path) -> Manifest:
@@ -250,8 +269,9 @@ def is_same(path: Path, manifest: Manifest | None) -> bool:
         return False
 
 
-def begin(folder: Path, step: int, name: str = "") -> Path:
-    """Creates an empty folder for a checkpoint of `step` and removes leftovers of a failed save. `name`: the writer's suffix."""
+def begin(folder: Path, step: int, name: str = "", *, keep: bool = False) -> Path:
+    """Creates an empty folder for a checkpoint of `step` and removes leftovers of a failed save. `name`: the writer's suffix. `keep`: a
+    leftover with this suffix stays, with its files."""
     partial, replaced = (step_folder(folder, step, suffix) for suffix in (f".partial{name}", ".replaced"))
     final = step_folder(folder, step)
     if not folder.exists():
@@ -259,9 +279,9 @@ def begin(folder: Path, step: int, name: str = "") -> Path:
         sync_path(folder.parent)
     if replaced.exists() and not final.exists():
         replaced.rename(final)
-    for leftover in filter(Path.exists, (partial, replaced)):
+    for leftover in filter(Path.exists, [replaced] if keep else [partial, replaced]):
         shutil.rmtree(leftover)
-    partial.mkdir()
+    partial.mkdir(exist_ok=keep)
     return partial
 
 

@@ -26,7 +26,7 @@ from parallelisms.execution import choose_precision
 from parallelisms.mesh import build_mesh, degrees
 from parallelisms.parallelize import parallelize
 from training.background_writer import BackgroundWriter, Events
-from training.checkpoint import ROWS_STATE, Checkpointer, beginning, progress_in
+from training.checkpoint import ROWS_STATE, Checkpointer, progress_in
 from training.checkpoint_files import EMA_STATE, SPIKES_STATE, TOKENS_STATE
 from training.data.dataset import open_data
 from training.data.loader import LocalBatchSampler
@@ -270,6 +270,8 @@ class Components:
                     report=self.report_storage,
                     # groups with separate disks each have only some of the rows
                     beside=[CONFIG_FILE] if shared else [CONFIG_FILE, *rows],
+                    fetcher=self.group_folder.name if shared else "",
+                    on_bytes=self.progress.renew,
                 )
             )
         )
@@ -290,7 +292,7 @@ class Components:
         # the first step made with this launch's settings; smaller after a rewind
         self.first_own_step = (newest if named < 0 else named) + self.inner_steps
         self.metrics_processor.resume_step = self.first_own_step
-        if is_rank0 and not newest and named < 0:
+        if not newest and named < 0:
             self.begin_record()
         manager_restores = shared and not seed and newest < config.training.steps
         if not (finished or manager_restores):  # else another group sends the state, or the manager calls `restore`
@@ -306,15 +308,17 @@ class Components:
             self.metrics_processor.writer = self.cleanup.enter_context(closing(writer))
 
     def begin_record(self) -> None:
-        """Prepares the first row of samples.jsonl if this run continues the data of another run's checkpoint."""
-        config, fetch_initial = self.config, self.checkpointer.fetch_initial
+        """Prepares the first row of samples.jsonl, on rank 0, if this run continues the data of another run's checkpoint. Collective, as it
+        may copy the checkpoint."""
+        is_rank0, name = self.world.global_rank == 0, self.config.checkpoint.initial_load_path
         try:
-            path = beginning(config.checkpoint, config.run_folder, fetch_initial=fetch_initial)
-            if path is None:
+            path = self.checkpointer.beginning()
+            if path is None or not is_rank0:
                 return
             step, ledger = progress_in(path)
         except Exception as error:  # noqa: BLE001 (unverified, so it can raise anything; `load` reports damage)
-            self.log.warning("%s: its position cannot be read: %s", config.checkpoint.initial_load_path, error)
+            if is_rank0:
+                self.log.warning("%s: its position cannot be read: %s", name, error)
             return
         holes = [[hole, hole + ledger["slot_size"]] for hole in ledger["holes"]]
         self.metrics_processor.begin = {"position": ledger["position"], "holes": holes}

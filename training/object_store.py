@@ -15,11 +15,12 @@ import difflib
 import functools
 import hashlib
 import math
+import os
 import re
-import secrets
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -28,12 +29,13 @@ from typing import Any
 from training import checkpoint_files as files
 from training.checkpoint_files import MANIFEST, CheckpointFailed, Damaged, FileRecord, Manifest
 from training.config import need
-from training.durable_files import replace_file, sync_path
+from training.durable_files import replace_file
 from training.log import Log
 from training.progress import Clock, duration
 from training.writer_lease import WriterLease
 
 RETRY_S = 30.0  # from a failed upload to its retry
+FETCHES = 8  # segments of a checkpoint that are fetched at once; each takes twice its size of memory
 SLOW_S = 10.0  # a longer upload is reported when the next checkpoint waits for it
 # scheme -> package, extra of pyproject.toml. memory:// lasts as long as the process, for tests
 DRIVERS = {"s3": ("s3fs", "s3"), "gs": ("gcsfs", "gcs"), "memory": ("fsspec", "s3")}
@@ -143,25 +145,58 @@ class ObjectStore:
                 self._call("pipe_file", folder + MANIFEST, text)
         return manifest
 
-    def fetch(self, step: int, folder: Path, *, anew: bool = False) -> Path:
-        """Copies a checkpoint into `folder`, verifies it, and returns its place. Unless `anew`, one with an equal manifest and files of
-        those sizes stays, unverified. Raises Damaged."""
+    def fetch(
+        self,
+        step: int,
+        folder: Path,
+        *,
+        fetcher: str = "",
+        anew: bool = False,
+        on_bytes: Callable[[int], object] = lambda count: None,
+    ) -> Path:
+        """Copies a checkpoint into `folder`, several segments at once, verifies it, and returns its place. Unless `anew`, one with an equal
+        manifest and files of those sizes stays, unverified. A fetch that was interrupted goes on: the segments that are on disk stay, if
+        they verify. `fetcher`: sets apart processes that share the folder. `on_bytes`: called for the bytes of each segment; what it raises
+        ends the fetch. Raises Damaged."""
         manifest, target = self.manifest(step), files.step_folder(folder, step)
         with suppress(Damaged):
             if not anew and files.read_manifest(target) == manifest:
                 return target
-        present, name = self.objects().get(step, {}), f"-fetch.{secrets.token_hex(4)}-0"  # groups may share the folder
-        partial = files.begin(folder, step, name)
+        present, name = self.objects().get(step, {}), f"-fetch{fetcher and f'.{fetcher}'}-0"
+        is_begun = files.step_folder(folder, step, f".partial{name}").exists()
+        partial = files.begin(folder, step, name, keep=True)
+
+        def fetch_segment(segment: files.Segment) -> int:
+            file, first, end, _ = segment
+            if is_begun:
+                with suppress(Damaged):
+                    files.verify_segment(partial, segment)
+                    return end - first
+            content = self._call("cat_file", f"step-{step}/{object_name(file)}", start=first, end=end)
+            with (partial / file.name).open("r+b") as copy:
+                copy.seek(first)
+                copy.write(content)
+                copy.flush()
+                os.fsync(copy.fileno())
+            files.verify_segment(partial, segment)
+            return end - first
+
         try:
+            for stray in {path.name for path in partial.iterdir()} - {file.name for file in manifest.files}:
+                (partial / stray).unlink()  # of another checkpoint of this step
             for file in manifest.files:
-                if object_name(file) not in present:
-                    raise Damaged(f"{object_name(file)}: missing")
-                self._call("get_file", f"step-{step}/{object_name(file)}", str(partial / file.name))
-                sync_path(partial / file.name)
-            files.verify(partial, manifest)
+                if (size_bytes := present.get(object_name(file))) != file.size_bytes:
+                    found = "missing" if size_bytes is None else f"{size_bytes:,} bytes"
+                    raise Damaged(f"{object_name(file)}: {found}, {file.size_bytes:,} bytes were put")
+                with (partial / file.name).open("ab") as copy:
+                    copy.truncate(file.size_bytes)
+            with ThreadPoolExecutor(FETCHES, thread_name_prefix="checkpoint-fetch") as pool:
+                for count in pool.map(fetch_segment, files.segments(manifest)):  # an exception here cancels the rest
+                    on_bytes(count)
             return files.publish(folder, manifest, name)
-        finally:
+        except Damaged:
             files.discard(folder, step, name)
+            raise
 
     def set_aside(self, step: int, manifest: Manifest) -> None:
         """Moves a checkpoint to abandoned/step-N, where no launch finds it, unless another one is in its place. A store has no rename, so

@@ -67,6 +67,11 @@ class Progress:
             self._account()
             self._stack = outer
 
+    def renew(self) -> None:
+        """Takes the open phases as entered now, as what they wait for makes progress: the watchdog limits the time since their entry."""
+        self._account()
+        self._stack = tuple((name, self._mark) for name, _ in self._stack)
+
     def timed(self, name: str, items: Iterator[T]) -> Iterator[T]:
         """Yields the items; the time of each wait for the next item counts for `name`."""
         end = object()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import resource
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from fsspec.implementations.memory import MemoryFileSystem
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -36,7 +38,13 @@ class Run(Trains):
     """A sharded model on this rank, trained by a batch that does not depend on the number of ranks."""
 
     def __init__(
-        self, folder: Path, *, blank: bool = False, ranks: RankCollectives | None = None, **settings: Any
+        self,
+        run_folder: Path,
+        *,
+        blank: bool = False,
+        ranks: RankCollectives | None = None,
+        on_bytes: Callable[[], None] = lambda: None,
+        **settings: Any,
     ) -> None:
         mesh = init_device_mesh("cpu", (dist.get_world_size(),))
         self.model = network()
@@ -57,11 +65,12 @@ class Run(Trains):
         self.stages = dict[str, Callable[[], None]]()
         self.checkpointer = Checkpointer(
             CheckpointConfig(**settings),
-            folder,
+            run_folder,
             states,
             log=self.log,
             ranks=ranks,
             on_stage=lambda stage: self.stages.get(stage, lambda: None)(),
+            on_bytes=on_bytes,
         )
 
     def everything(self) -> dict[str, Any]:
@@ -243,6 +252,38 @@ def test_all_ranks_refuse_alike(pool: Pool, tmp_path: Path) -> None:
     (tmp_path / "checkpoint/step-2/__0_0.distcp").unlink()
     (message,) = set(pool.run(2, messages_of_load, tmp_path, {}))
     assert message.startswith("CheckpointFailed: ") and "(step 2: __0_0.distcp: missing)" in message
+
+
+def copied_from_a_store(folder: Path) -> tuple[int | None, bool, int]:
+    """Step, equality and calls of on_bytes on this rank, for a launch on another machine; rank 0 has the store."""
+    run = Run(folder / "1" / "run", folder="memory://checkpoints")
+    run.train(2)
+    run.checkpointer.save(2)
+    while not run.checkpointer.wait_uploaded(50.0):
+        pass
+    arrived, get, calls = threading.Event(), MemoryFileSystem.cat_file, list[None]()
+
+    def slow(self: MemoryFileSystem, path: str, *arguments: Any, **options: Any) -> Any:
+        assert ".metadata." not in path or arrived.wait(50.0)
+        return get(self, path, *arguments, **options)
+
+    def on_bytes() -> None:
+        calls.append(None)
+        arrived.set()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(MemoryFileSystem, "cat_file", slow)
+        other = Run(folder / "2" / "run", blank=True, folder="memory://checkpoints", on_bytes=on_bytes)
+        step = other.checkpointer.load()
+    run.checkpointer.close()
+    other.checkpointer.close()
+    return step, other.everything() == run.everything(), len(calls)
+
+
+def test_all_ranks_wait_for_a_long_copy(pool: Pool, tmp_path: Path) -> None:
+    """No longer in one collective, whose time is limited, than until the next bytes."""
+    (first, second) = pool.run(2, copied_from_a_store, tmp_path)
+    assert first == second and first[:2] == (2, True) and first[2] >= 1
 
 
 def one_rank_cannot_write(folder: Path, broken_rank: int, async_mode: str) -> tuple[str, bool]:

@@ -65,6 +65,7 @@ class Job(Trains):
         clock: Callable[[], float] = time.monotonic,
         in_thread: Callable[[Callable[[], None]], None] | None = None,
         computed: Collection[str] = (),
+        on_bytes: Callable[[], None] = lambda: None,
         **settings: Any,
     ) -> None:
         """`at`: what happens in front of the next stage of a save of that name (see Checkpointer), once."""
@@ -95,6 +96,7 @@ class Job(Trains):
             clock=clock,
             in_thread=in_thread,
             on_stage=self.reach,
+            on_bytes=on_bytes,
         )
 
     def reach(self, stage: str) -> None:

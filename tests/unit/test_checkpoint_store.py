@@ -74,6 +74,20 @@ def test_another_machine_goes_on_from_the_store(tmp_path: Path, async_mode: str)
     assert start(tmp_path / "1", seed=2).checkpointer.load() == 7
 
 
+def test_a_long_copy_is_waited_for_while_bytes_arrive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The second file arrives only after the waiting ranks have seen bytes of the first one."""
+    job, arrived, get = saved(tmp_path / "1", 2), threading.Event(), MemoryFileSystem.cat_file
+
+    def slow(self: MemoryFileSystem, path: str, *arguments: Any, **options: Any) -> Any:
+        assert ".metadata." not in path or arrived.wait(WAIT_S)
+        return get(self, path, *arguments, **options)
+
+    monkeypatch.setattr(MemoryFileSystem, "cat_file", slow)
+    other = start(tmp_path / "2", seed=1, on_bytes=arrived.set)
+    assert other.checkpointer.load() == 2 and same(other.everything(), job.everything())
+    assert arrived.is_set()
+
+
 def test_damage_in_the_store_costs_one_checkpoint(tmp_path: Path):
     job = saved(tmp_path / "1", 2, 4)
     file_system, root = STORE.place
@@ -208,9 +222,10 @@ def test_a_run_starts_from_another_ones_checkpoint(tmp_path: Path):
     shutil.rmtree(tmp_path / "1")
     other = Job(tmp_path / "2", seed=1, initial_load_path=f"{URL}/run/step-4", initial_load_model_only=False)
     assert other.checkpointer.load() == 4 and same(other.everything(), job.everything())
+    assert other.checkpointer.beginning() == tmp_path / "2" / "initial" / "step-4"
     settings = {"initial_load_model_only": False, "exclude_from_loading": ("ledger",)}
     begins = Job(tmp_path / "4", seed=1, initial_load_path=f"{URL}/run/step-4", **settings)
-    assert begins.checkpointer.load() is None
+    assert begins.checkpointer.load() is None is begins.checkpointer.beginning()
     assert begins.ledger.state["step"] == 0
     wrong = Job(tmp_path / "3", initial_load_path=f"{URL}/run/step-3")
     with pytest.raises(ValueError, match=r"run/step-3\": not a checkpoint; steps there: 2, 4; nearest: 4"):

@@ -145,6 +145,37 @@ def test_damage_is_found(store: ObjectStore, tmp_path: Path):
     store.fetch(4, tmp_path / "elsewhere")
 
 
+def test_an_interrupted_fetch_goes_on(store: ObjectStore, tmp_path: Path):
+    """What is on the disk is not fetched again, here the first file; the next launch may be one of another run with other files."""
+    manifest, sizes = store.put(checkpoint(tmp_path / "here", 4)), list[int]()
+
+    def killed(count: int) -> None:
+        raise Killed
+
+    with pytest.raises(Killed):
+        store.fetch(4, tmp_path / "there", on_bytes=killed)
+    [partial] = (tmp_path / "there").iterdir()
+    assert partial.name == "step-4.partial-fetch-0"
+    (partial / "__9_0.distcp").touch()
+    (partial / ".metadata").unlink()
+    file_system, root = store.place
+    file_system.pipe_file(f"{root}/step-4/{object_name(manifest.files[0])}", b"x" * manifest.files[0].size_bytes)
+    path = store.fetch(4, tmp_path / "there", on_bytes=sizes.append)
+    assert files.read_verified(path) == manifest and sizes == [999, 999]
+    assert [*(tmp_path / "there").iterdir()] == [path] and len([*path.iterdir()]) == 3
+    with pytest.raises(Damaged):
+        store.fetch(4, tmp_path / "there", fetcher="b", anew=True)
+    assert files.read_verified(path) == manifest
+
+
+def test_a_file_of_several_segments_comes_back(tmp_path: Path):
+    store, sizes = ObjectStore("memory://runs/long"), list[int]()
+    manifest = store.put(checkpoint(tmp_path / "here", 4, size_bytes=files.SEGMENT_BYTES + 999))
+    assert files.read_verified(store.fetch(4, tmp_path / "there", on_bytes=sizes.append)) == manifest
+    assert sizes == [files.SEGMENT_BYTES, 999] * 2
+    MemoryFileSystem.store.clear()
+
+
 def test_old_ones_are_removed(store: ObjectStore, tmp_path: Path):
     for step, kind in ((1, "full"), (2, "model"), (3, "full"), (4, "full"), (5, "full")):
         store.put(checkpoint(tmp_path, step, kind=kind))

@@ -49,6 +49,15 @@ def test_a_phase_is_closed_by_an_exception(clock: Clock, progress: Progress) -> 
     assert progress.seconds == {"data": 5}
 
 
+def test_a_phase_is_renewed_while_it_makes_progress(clock: Clock, progress: Progress) -> None:
+    with progress.phase("quorum"), progress.phase("checkpoint"):
+        clock.now += 200
+        progress.renew()
+        clock.now += 3
+        assert progress.long_phase() == ("checkpoint", 3)
+    assert progress.seconds["checkpoint"] == 203
+
+
 def test_current_names_the_innermost_phase_and_the_time_since_it_was_entered(clock: Clock, progress: Progress) -> None:
     with progress.phase("compute"):
         clock.now += 2
