@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tests.unit.fakes import Lines
@@ -15,6 +16,19 @@ from training.config import TrainingConfig
 from training.data.cache import Corpus, open_corpus
 from training.data.sources import find_source
 from training.tokenizer import ByteTokenizer, Tokenizer
+
+
+class OneSeparator(ByteTokenizer):
+    """One token begins a document and ends the one before, as GPT-2's."""
+
+    eos_id = ByteTokenizer.bos_id
+
+    def encode_documents(self, documents: Sequence[bytes]) -> tuple[np.ndarray, np.ndarray]:
+        pieces = [self.encode(document, bos=True) for document in documents]
+        return np.concatenate(pieces), np.array([len(piece) for piece in pieces])
+
+    def fingerprint(self) -> str:
+        return "one separator"
 
 
 def write_jsonl(path: Path, documents: list[str]) -> Path:

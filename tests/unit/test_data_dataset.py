@@ -9,9 +9,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from scripts import prepare_data
-from tests.unit.data_corpus import files_config, write_jsonl
+from tests.unit.data_corpus import OneSeparator, files_config, write_jsonl
 from tests.unit.fakes import Lines
 from training.config import DataloaderConfig, SkipConfig, SourceConfig, TrainingConfig, ValidationConfig
 from training.data.dataset import CachedData, DataSegment, StoredData, open_data
@@ -105,6 +106,17 @@ def first_ids(data: StoredData | CachedData, positions: Sequence[int]) -> list[l
     sampler = LocalBatchSampler(1, 1, 0, 1)
     with closing(data.loader(sampler)) as loader:
         return [[*batch.inputs[0].tolist(), int(batch.labels[0, -1])] for batch in loader.load(positions)]
+
+
+def test_a_token_that_is_bos_and_eos_is_a_target_as_eos(tmp_path: Path) -> None:
+    config = files_config(write_jsonl(tmp_path / "a.jsonl", ["a", "bc"] * 40), seq_len=16, document_mask=True)
+    data = open_data(config, ValidationConfig(), tokenizer := OneSeparator(), tmp_path / "cache", log=Lines())
+    with closing(data.loader(LocalBatchSampler(1, 1, 0, 1))) as loader:
+        [batch] = loader.load([1])
+    assert torch.equal(batch.labels[:, :-1], batch.inputs[:, 1:])
+    assert batch.document_starts is not None
+    begins = (batch.inputs == tokenizer.bos_id)[:, 1:]
+    assert torch.equal((batch.document_starts == torch.arange(16))[:, 1:], begins) and begins.any()
 
 
 def test_each_branch_of_a_corpus_begins_a_segment(tmp_path: Path) -> None:

@@ -54,6 +54,8 @@ def test_the_first_token_of_a_document_is_no_target() -> None:
     assert batch.inputs.tolist() == tokens[:, :-1].tolist()
     assert batch.document_starts is not None
     assert batch.document_starts.tolist() == [[0, 0, 2, 2], [0, 1, 1, 1]]
+    one = make_batch(tokens, (0, (0, 1), True), np.array([[0, 0, 2, 2, 4], [0, 1, 1, 1, 4]]), separator=5)
+    assert one.labels.tolist() == [[6, IGNORED, 8, IGNORED], [IGNORED, 3, 4, 5]], "5 ends a document, too"
     assert make_batch(tokens, (0, (0, 1), True)).labels.tolist() == [[6, 7, 8, IGNORED], [2, 3, 4, 5]]
 
 

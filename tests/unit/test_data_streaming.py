@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.unit.data_corpus import write_jsonl
+from tests.unit.data_corpus import OneSeparator, write_jsonl
 from tests.unit.fakes import Lines
 from training.config import DataloaderConfig, TrainingConfig, ValidationConfig
 from training.data.cache import bucket_of
@@ -57,6 +57,7 @@ def loader_of(
     dp_size: int = 1,
     document_mask: bool = False,
     num_workers: int = 0,
+    tokenizer: ByteTokenizer | None = None,
 ) -> StreamingLoader:
     config = TrainingConfig(
         dataset_held_out=HELD_OUT,
@@ -66,17 +67,19 @@ def loader_of(
         dataloader=DataloaderConfig(num_workers=num_workers),
     )
     sampler = LocalBatchSampler(4 * dp_size, config.local_batch_size, dp_rank, dp_size)
-    return StreamingLoader(stream, ByteTokenizer(), config, sampler, split=split, pin_memory=False)
+    return StreamingLoader(stream, tokenizer or ByteTokenizer(), config, sampler, split=split, pin_memory=False)
 
 
-def test_documents_start_at_bos() -> None:
-    with closing(loader_of(FakeStream(TEXTS), document_mask=True)) as loader:
+@pytest.mark.parametrize("tokenizer", [ByteTokenizer(), OneSeparator()])
+def test_documents_start_at_bos(tokenizer: ByteTokenizer) -> None:
+    with closing(loader_of(FakeStream(TEXTS), document_mask=True, tokenizer=tokenizer)) as loader:
         batches = list(loader.load([0, 4, 8]))
     for batch in batches:
         assert batch.document_starts is not None
         begins = batch.inputs == ByteTokenizer.bos_id
         assert torch.equal(batch.document_starts, torch.arange(8).where(begins, 0).cummax(1).values)
-        assert torch.equal(batch.labels[:, :-1] == IGNORED, begins[:, 1:])
+        ignored = batch.labels[:, :-1] == IGNORED
+        assert torch.equal(ignored, begins[:, 1:]) if tokenizer.eos_id != tokenizer.bos_id else not ignored.any()
     assert any(batch.document_starts.any() for batch in batches)  # type: ignore[union-attr]
 
 

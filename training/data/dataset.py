@@ -14,7 +14,7 @@ from typing import Any
 
 from training.config import SkipConfig, SourceConfig, TrainingConfig, ValidationConfig
 from training.data.cache import Corpus, open_corpus
-from training.data.loader import BatchLoader, LocalBatchSampler, open_loader
+from training.data.loader import BatchLoader, LocalBatchSampler, open_loader, separator_of
 from training.data.order import (
     SPLITS,
     DocumentOrder,
@@ -77,14 +77,16 @@ class DataSegment:
 
 
 class _Data:
-    """Base of the kinds of data. The checkpoint state is a digest of content and tokenizer, "" for a stream, whose loader saves its cursor;
-    with random access it is the list of segments, as JSON under the same key."""
+    """Base of the kinds of data. The checkpoint state is one string: with random access the list of segments as JSON (before there were
+    segments, the digest of content and tokenizer), for a stream "", since its loader saves the cursor."""
 
     digest = ""
 
-    def __init__(self, config: TrainingConfig, validation_stores: Sequence[tuple[str, Store]]) -> None:
+    def __init__(
+        self, config: TrainingConfig, tokenizer: Tokenizer, validation_stores: Sequence[tuple[str, Store]]
+    ) -> None:
         """`validation_stores`: name and store of each of [[validation.sources]]."""
-        self._config, self._validation_stores = config, validation_stores
+        self._config, self._tokenizer, self._validation_stores = config, tokenizer, validation_stores
 
     def state_dict(self) -> dict[str, str]:
         return {"digest": self.digest}
@@ -124,15 +126,23 @@ class _Data:
         return {name: self._open_loader(order, sampler, pin_memory) for name, order in orders.items()}
 
     def _open_loader(self, order: Order, sampler: LocalBatchSampler, pin_memory: bool) -> BatchLoader:
-        mask, settings = self._config.document_mask, self._config.dataloader
-        return open_loader(order, sampler, settings, document_mask=mask, pin_memory=pin_memory)
+        return open_loader(
+            order,
+            sampler,
+            self._config.dataloader,
+            document_mask=self._config.document_mask,
+            separator=separator_of(self._tokenizer),
+            pin_memory=pin_memory,
+        )
 
 
 class _OrderedData(_Data, ABC):
     """Base of the data with random access by position."""
 
-    def __init__(self, config: TrainingConfig, validation_stores: Sequence[tuple[str, Store]]) -> None:
-        super().__init__(config, validation_stores)
+    def __init__(
+        self, config: TrainingConfig, tokenizer: Tokenizer, validation_stores: Sequence[tuple[str, Store]]
+    ) -> None:
+        super().__init__(config, tokenizer, validation_stores)
         # empty, `segments` is [_own], until a state is loaded or `resume_at` begins one
         self._segments = list[DataSegment]()
         self._is_old = False  # True: the loaded state is of a version without segments
@@ -244,9 +254,15 @@ class CachedData(_OrderedData):
     """A tokenised corpus in the cache."""
 
     def __init__(
-        self, config: TrainingConfig, corpus: Corpus, validation_stores: Sequence[tuple[str, Store]], *, validates: bool
+        self,
+        config: TrainingConfig,
+        tokenizer: Tokenizer,
+        corpus: Corpus,
+        validation_stores: Sequence[tuple[str, Store]],
+        *,
+        validates: bool,
     ) -> None:
-        super().__init__(config, validation_stores)
+        super().__init__(config, tokenizer, validation_stores)
         self._corpus, self._validates = corpus, validates and config.dataset_held_out > 0
         cut = self._validates and needs_token_split(corpus, config.dataset_held_out)
         self.digest = f"{_TOKEN_SPLIT}{corpus.key}" if cut else corpus.key
@@ -270,7 +286,7 @@ class CachedData(_OrderedData):
         return own | super().validation_orders(seq_len=seq_len)
 
     def reopened(self, config: TrainingConfig) -> _OrderedData:
-        return CachedData(config, self._corpus, (), validates=self._validates)
+        return CachedData(config, self._tokenizer, self._corpus, (), validates=self._validates)
 
     def _of_split(self, split: str, seed: int, seq_len: int) -> DocumentOrder:
         held_out = self._config.dataset_held_out
@@ -283,9 +299,13 @@ class StoredData(_OrderedData):
     """One token store, or a mixture of several."""
 
     def __init__(
-        self, config: TrainingConfig, stores: Sequence[Store], validation_stores: Sequence[tuple[str, Store]]
+        self,
+        config: TrainingConfig,
+        tokenizer: Tokenizer,
+        stores: Sequence[Store],
+        validation_stores: Sequence[tuple[str, Store]],
     ) -> None:
-        super().__init__(config, validation_stores)
+        super().__init__(config, tokenizer, validation_stores)
         self._stores, self._holds_out = stores, config.dataset_held_out > 0
         keys = [store.key for store in stores]
         self.digest = keys[0] if len(keys) == 1 else sha256("".join(keys).encode()).hexdigest()[:32]
@@ -308,7 +328,8 @@ class StoredData(_OrderedData):
 
     def reopened(self, config: TrainingConfig) -> _OrderedData:
         paths = [source.path for source in config.sources] or [config.dataset_path]
-        return StoredData(config, [Store(Path(path).expanduser(), "training.dataset") for path in paths], ())
+        stores = [Store(Path(path).expanduser(), "training.dataset") for path in paths]
+        return StoredData(config, self._tokenizer, stores, ())
 
     def order(self, *, seed: int, seq_len: int) -> StoreOrder | Mixture:
         split = "train" if self._holds_out else "all"
@@ -350,12 +371,6 @@ class StreamedData(_Data):
     """A Hugging Face data set, in its own order."""
 
     end = None
-
-    def __init__(
-        self, config: TrainingConfig, tokenizer: Tokenizer, validation_stores: Sequence[tuple[str, Store]]
-    ) -> None:
-        super().__init__(config, validation_stores)
-        self._tokenizer = tokenizer
 
     def summary(self) -> str:
         config = self._config
@@ -412,7 +427,7 @@ def open_data(
                 "validation.enable = true: no store has documents that are held out; prepare one with --held-out, or name "
                 "[[validation.sources]]"
             )
-        return StoredData(config, stores, validation_stores)
+        return StoredData(config, tokenizer, stores, validation_stores)
     if config.dataset == "huggingface":
         return StreamedData(config, tokenizer, validation_stores)
     corpus = open_corpus(find_source(config), tokenizer, Path(cache_folder), log=log, vocab_size=vocab_size)
@@ -421,4 +436,4 @@ def open_data(
             f"training.document_mask = true: neither BOS, {tokenizer.bos_id}, nor EOS, {tokenizer.eos_id}, marks documents in {path}; "
             "set it to false, or prepare the text with scripts/prepare_data.py"
         )
-    return CachedData(config, corpus, validation_stores, validates=validation.enable)
+    return CachedData(config, tokenizer, corpus, validation_stores, validates=validation.enable)

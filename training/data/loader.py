@@ -23,6 +23,7 @@ from ft.children import unsignalled
 from training.config import DataloaderConfig
 from training.data.order import NO_TOKEN, Order
 from training.loss import IGNORED
+from training.tokenizer import Tokenizer
 
 THREAD_NAME = "pharos-data"
 Task = tuple[int, tuple[int, ...], bool]  # slot, positions of one local batch, True for the last of the slot
@@ -117,27 +118,37 @@ class BatchLoader(ABC):
         assert not state, f"positions need no loader state, got {list(state)}"
 
 
-def make_batch(rows: np.ndarray, task: Task, document_starts: np.ndarray | None = None) -> Batch:
+def separator_of(tokenizer: Tokenizer) -> int:
+    """Returns the id that is both BOS and EOS, NO_TOKEN if they are two."""
+    return tokenizer.bos_id if tokenizer.bos_id == tokenizer.eos_id else NO_TOKEN
+
+
+def make_batch(
+    rows: np.ndarray, task: Task, document_starts: np.ndarray | None = None, *, separator: int = NO_TOKEN
+) -> Batch:
     """Splits `rows` [B, T + 1] int64 into inputs and labels, shifted by one. NO_TOKEN gives input 0 and label IGNORED. With
-    `document_starts`, [B, T + 1] int64, a label that is the first token of a document is IGNORED, too."""
+    `document_starts`, [B, T + 1] int64, a label that is the first token of a document is IGNORED, too, but for `separator`, which also
+    ends the document before it: a model that never has it as a target does not learn to end one."""
     inputs, labels = np.maximum(rows[:, :-1], 0), np.where(rows[:, 1:] == NO_TOKEN, IGNORED, rows[:, 1:])
     if document_starts is None:
         return Batch(torch.from_numpy(inputs), torch.from_numpy(labels), *task)
-    labels[document_starts[:, 1:] == np.arange(1, rows.shape[1])] = IGNORED
+    begins = document_starts[:, 1:] == np.arange(1, rows.shape[1])
+    labels[begins & (rows[:, 1:] != separator)] = IGNORED
     return Batch(torch.from_numpy(inputs), torch.from_numpy(labels), *task, torch.from_numpy(document_starts[:, :-1]))
 
 
 class _Reader(Dataset[Batch]):
     """Reads the batch of a task, in the thread or in worker processes."""
 
-    def __init__(self, order: Order, document_mask: bool) -> None:
-        self._order, self._document_mask = order, document_mask
+    def __init__(self, order: Order, document_mask: bool, separator: int) -> None:
+        self._order, self._document_mask, self._separator = order, document_mask, separator
 
     def __getitem__(self, task: Task) -> Batch:
         rows = np.stack([self._order.sequence(position) for position in task[1]])
         if not self._document_mask:
             return make_batch(rows, task)
-        return make_batch(rows, task, np.stack([self._order.document_starts(position) for position in task[1]]))
+        starts = np.stack([self._order.document_starts(position) for position in task[1]])
+        return make_batch(rows, task, starts, separator=self._separator)
 
 
 def open_loader(
@@ -146,11 +157,13 @@ def open_loader(
     config: DataloaderConfig,
     *,
     document_mask: bool = False,
+    separator: int = NO_TOKEN,
     pin_memory: bool = False,
 ) -> BatchLoader:
-    """Opens a loader that prefetches only the requested slots, in one thread or `num_workers` processes, with the same batches."""
+    """Opens a loader that prefetches only the requested slots, in one thread or `num_workers` processes, with the same batches.
+    `separator`: see `make_batch`."""
     loader_class = WorkerLoader if config.num_workers else ThreadLoader
-    return loader_class(_Reader(order, document_mask), sampler, config, pin_memory=pin_memory)
+    return loader_class(_Reader(order, document_mask, separator), sampler, config, pin_memory=pin_memory)
 
 
 class ThreadLoader(BatchLoader):

@@ -23,6 +23,7 @@ from training.data.loader import (
     end_workers,
     iterate,
     make_batch,
+    separator_of,
     unsignalled_workers,
 )
 from training.data.order import buckets_of
@@ -123,6 +124,7 @@ class StreamingLoader(BatchLoader):
         super().__init__(sampler, pin_memory=pin_memory)
         self._repeats, self._validation_rows = split == "validation", list[np.ndarray]()
         self._first_token = tokenizer.bos_id if config.document_mask else None  # of each document
+        self._separator = separator_of(tokenizer)
         self._key = f"rank {sampler.dp_rank} of {sampler.dp_size}"
         self._rows: Iterator[np.ndarray] | None = None
         self._workers = workers = config.dataloader.num_workers
@@ -146,7 +148,7 @@ class StreamingLoader(BatchLoader):
             rows = self._validation_rows[index] if self._repeats else self._next_rows()
             begins = None if self._first_token is None else rows == self._first_token
             starts = None if begins is None else np.maximum.accumulate(begins * np.arange(rows.shape[1]), axis=1)
-            return make_batch(rows, (slot, (), ends_slot), starts)
+            return make_batch(rows, (slot, (), ends_slot), starts, separator=self._separator)
 
         return read
 
