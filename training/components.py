@@ -58,7 +58,7 @@ TRACES = "comm_traces"  # the flight recorder's files, in the folder of the run 
 class Components:
     """Builds the components of one rank, in the order in which they depend on each other; train.Run is the loop over them."""
 
-    # of model and optimizer, those that a healing group receives; `resume` adds further states
+    # of model and optimizer, those that a healing group receives; `open_checkpoints` adds further states
     HEALED_STATES: tuple[str, ...] = ("model", "optimizer")
 
     def __init__(
@@ -96,7 +96,7 @@ class Components:
             self.build_manager()
             for line in lines:
                 log.info("%s", line)
-            self.resume()
+            self.open_checkpoints()
 
     def build_data(self) -> None:
         config, training, world = self.config, self.config.training, self.world
@@ -203,7 +203,33 @@ class Components:
         self.manager.attach([*self.model.parts, *([self.ema] if self.ema is not None else [])])
         self.signals.on_stop_request(self.manager.want_to_leave)
 
-    def resume(self) -> None:
+    def checkpoint_states(self, rows: MetricsWriter) -> dict[str, Stateful]:
+        """Returns the states that a checkpoint contains, by their names in it, which are part of its format:
+
+        model, optimizer   weights and buffers; the optimizer's state and parameter groups
+        outer_optimizer    with a semi_sync_method: see SemiSyncManager.checkpoint_state
+        ledger             step, commit ids, and the positions of the data that are trained on
+        meter              number of tokens
+        data, loader       digests of the data, by segments of positions; the cursors of a stream, of each rank
+        ema, spikes        averaged weights; window of losses and norms: if they are configured
+        figures            newest rows of metrics and samples, of rank 0: with replica groups"""
+        states: dict[str, Stateful] = {
+            **self.weights(),
+            "optimizer": OptimizerState(self.model.parts, self.optimizer),
+            "ledger": self.manager,
+            TOKENS_STATE: self.metrics_processor,
+            "data": self.data,
+            "loader": self.loader,
+        }
+        if self.ema is not None:
+            states[EMA_STATE] = self.ema
+        if self.spikes is not None:
+            states[SPIKES_STATE] = self.spikes
+        if self.config.fault_tolerance.enable:
+            states[ROWS_STATE] = rows
+        return states
+
+    def open_checkpoints(self) -> None:
         """Opens metrics and checkpoints, and loads the state to resume from."""
         config, folder, shared = self.config, self.config.run_folder, self.config.fault_tolerance.enable
         is_rank0 = self.world.global_rank == 0
@@ -218,18 +244,6 @@ class Components:
             world_size=self.world.world_size,
             flops_per_token=self.flops_per_token,
         )
-        states: dict[str, Stateful] = {
-            **self.weights(),
-            "optimizer": OptimizerState(self.model.parts, self.optimizer),
-            "ledger": self.manager,  # step, commit ids and data ledger; the keys are part of the checkpoint format
-            TOKENS_STATE: self.metrics_processor,
-            "data": self.data,
-            "loader": self.loader,
-        }
-        if self.ema is not None:
-            states[EMA_STATE] = self.ema
-        if self.spikes is not None:
-            states[SPIKES_STATE] = self.spikes
         metrics = config.metrics
 
         def open_sinks(kept_step: LastKeptStep) -> Sinks:
@@ -249,8 +263,7 @@ class Components:
         )
         # rows of a launch that saves no checkpoint would take the place of those that belong to the run's checkpoints
         writes = is_rank0 and not config.checkpoint.load_only
-        if shared:
-            states[ROWS_STATE] = writer
+        states = self.checkpoint_states(writer)
         for name in (*self.HEALED_STATES, TOKENS_STATE, "data", EMA_STATE, SPIKES_STATE, ROWS_STATE):
             if name in states:
                 self.manager.register_state(name, states[name].state_dict, states[name].load_state_dict)
