@@ -197,7 +197,7 @@ class LighthouseMachine:
         if known_quorum:
             self._choose_kind("pharos")
             self._last_id = max(self._last_id, known_id)
-            gives_way = self._gives_way_to(known_quorum, event.settled)
+            gives_way = self.quorum is not None and self._gives_way_to(event, known_quorum)
             if gives_way:
                 newest_id = 0  # ids of two epochs do not compare
             if known_quorum.members and (gives_way or self.quorum is None or known_quorum.epoch == self.quorum.epoch):
@@ -226,13 +226,15 @@ class LighthouseMachine:
                 roster.no_longer_members.setdefault(replica_id, now_s)
             self._record.bring_up_to_date(replica_id, known_quorum)
 
-    def _gives_way_to(self, known: Quorum, settled: int) -> bool:
-        """True if this process has begun the job without its state file, and no step of it is settled yet, while a member of the job that
-        runs, of the same fingerprint, reports a later settled step."""
-        if self._began_at is None or self._settled > self._began_at or not known.members or known.epoch == self._epoch:
+    def _gives_way_to(self, event: m.StreamOpened, known: Quorum) -> bool:
+        """True if a member of a different epoch, of the same fingerprint, reports a later settled step, while no step of this epoch is
+        settled since this process has begun it, or has learned it from a report. Not if the member cannot return: its name is taken."""
+        is_begun = self._began_at is not None and self._settled <= self._began_at
+        if not (is_begun or self._state_file_lost) or not known.members or known.epoch == self._epoch:
             return False
-        same = not fingerprint_mismatches((self._fingerprint, known.fingerprint))
-        return same and max(settled, known.reference[0]) > self._settled
+        later = max(event.settled, known.reference[0]) > self._settled
+        may_return = self.roster.live.get(m.name_of(event.replica_id), event.replica_id) == event.replica_id
+        return later and may_return and not fingerprint_mismatches((self._fingerprint, known.fingerprint))
 
     def _on_stream_closed(self, replica_id: str, now_s: float) -> None:
         """Counts the group as lost, since the kernel closes the stream of a process that died; after a stop of this lighthouse only once

@@ -90,6 +90,16 @@ def test_whoever_reports_an_older_quorum_than_another_does_is_told_that_it_is_ov
     assert [effect.notice for effect in told if "c:1" in effect.replica_ids] == [over]
 
 
+def test_of_two_epochs_that_are_reported_the_further_one_is_continued():
+    """A newcomer of a job that a lighthouse had begun anew reports it, first or second."""
+    begun, running = formed("c").machine.quorum, replace(formed("ab").machine.quorum, quorum_id=9, epoch="running")
+    for reports in ([(begun, 3), (running, 499)], [(running, 499), (begun, 3)]):
+        again = LighthousePlayer(recover=True)
+        for quorum, settled in reports:
+            again.say(m.StreamOpened(quorum.ids[0], quorum, settled))
+        assert (again.machine.quorum, again.machine.saved.settled) == (running, 499)
+
+
 def test_what_a_healing_group_had_settled_sends_nobody_back_to_a_checkpoint():
     """The job was restored from step 90; b, of the history before, heals; and the lighthouse that knew is started anew."""
     a = Member("a:1", step=92, commit_id="c92", commit_quorum_id=6)
