@@ -27,7 +27,7 @@ from parallelisms.mesh import build_mesh, degrees
 from parallelisms.parallelize import parallelize
 from training.background_writer import BackgroundWriter, Events
 from training.checkpoint import ROWS_STATE, Checkpointer, progress_in
-from training.checkpoint_files import EMA_STATE, SPIKES_STATE, TOKENS_STATE
+from training.checkpoint_files import EMA_STATE, SPIKES_STATE, TOKENS_STATE, CheckpointFailed
 from training.data.dataset import open_data
 from training.data.loader import LocalBatchSampler
 from training.drill import FaultInjector
@@ -37,6 +37,7 @@ from training.log import Log
 from training.loss import cross_entropy_sum
 from training.metrics import MetricsProcessor
 from training.metrics_writer import SYNC_S, MetricsWriter
+from training.object_store import is_url
 from training.optimizer import OptimizerStep, build_optimizer
 from training.profiling import GarbageCollection, Profiler
 from training.progress import Progress
@@ -83,6 +84,7 @@ class Components:
         self.events, self.saves_config = Events(self.group_folder, self.background_writer), False
         self.background_writer.register(CONFIG_FILE, self.write_config)
         with self.progress.phase("start"):
+            check_same_settings(config, changes, world)
             if config.job.description:
                 log.info("about     %s", config.job.description)
             if config.job.print_config:
@@ -478,6 +480,19 @@ class Components:
         self.metrics_processor.print_summary(
             self.manager.step, verb=verb, saved=saved, next_command=next_command, groups=groups
         )
+
+
+def check_same_settings(config: RunConfig, changes: Mapping[str, str], world: World) -> None:
+    """Raises CheckpointFailed if this rank has read an older config.toml of the run than rank 0, which fetches it from an object store.
+    scripts/launch.py fetches it before it starts ranks; torchrun alone does not."""
+    if not is_url(config.checkpoint.folder):
+        return
+    read = repr((dict(changes), config.training.dataset_held_out))  # what follows from that file
+    if world.global_rank == 0:
+        world.store.set("settings", read)
+    elif world.store.get("settings").decode() != read:
+        path, place = config.run_folder / CONFIG_FILE, config.checkpoint.place(config.run_folder)
+        raise CheckpointFailed(f"{path} was fetched from {place} after this rank had read an older one: start again")
 
 
 def merge_changes(earlier: Mapping[str, str], later: Mapping[str, str]) -> dict[str, str]:

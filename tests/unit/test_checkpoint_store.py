@@ -6,20 +6,24 @@ import shutil
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
+import torch.distributed as dist
 from fsspec.implementations.memory import MemoryFileSystem
 
 from configs.errors import ConfigError
 from configs.load import load
 from configs.saved import CONFIG_FILE, check_saved, fetch_saved, save
 from configs.schema import RunConfig
+from parallelisms.distributed import World
 from tests.unit.checkpoint_job import Job, data_file, flip_a_bit, same, steps_in
 from tests.unit.test_checkpoint_groups import Group
 from tests.unit.test_saver import End
 from training.checkpoint import CheckpointConfig, CheckpointFailed
 from training.checkpoint_files import MANIFEST
+from training.components import check_same_settings
 from training.object_store import ObjectStore
 
 URL = "memory://checkpoints"
@@ -128,6 +132,16 @@ def test_settings_of_another_machine_are_those_of_the_run(tmp_path: Path):
         check_saved(fetch_saved(own), own.run_folder, world_size=1)
     third = configured("3", "--optimizer.lr=5e-4")  # without validation: the run goes on without what it has held out
     assert third.training.dataset_held_out == 0.0 and fetch_saved(third, newer=False).training.dataset_held_out == 0.03
+    store = dist.HashStore()
+
+    def rank(global_rank: int) -> World:
+        return cast(World, SimpleNamespace(global_rank=global_rank, store=store))
+
+    check_same_settings(fetch_saved(third), {}, rank(0))
+    check_same_settings(fetch_saved(third), {}, rank(1))
+    for config, changes in ((third, {}), (fetch_saved(third), {"optimizer.lr": "0.001 -> 0.0005"})):
+        with pytest.raises(CheckpointFailed, match=r"was fetched from memory://checkpoints/run after this rank"):
+            check_same_settings(config, changes, rank(1))
     ahead = start(tmp_path / "2")
     ahead.checkpointer.load()
     ahead.checkpointer.close()
