@@ -145,6 +145,10 @@ class TensorPayload:
         ]
         self._views = [x.numpy().data if x.is_contiguous() and x.device.type == "cpu" else None for x in self._tensors]
 
+    def release(self) -> None:
+        """Drops the tensors. Afterwards nothing can be read or written."""
+        self._tensors, self._views = [], []
+
     def direct(self, first: int, last: int) -> memoryview | None:
         """Returns the memory of chunks first..last, or None if it is not one piece of host memory."""
         start, end = first * CHUNK_BYTES, min((last + 1) * CHUNK_BYTES, self.manifest.total_bytes)

@@ -255,6 +255,7 @@ class StateOffer:
         finally:
             with self._changed:
                 self._reading -= 1
+                self._release()
                 self._changed.notify_all()
 
     def direct(self, first: int, last: int) -> memoryview | None:
@@ -327,8 +328,14 @@ class StateOffer:
         with self._changed:
             if self.aside:
                 self.aside = {}  # frees up to heal_copy_bytes, as the server keeps this offer until the next one
+            self._release()
             self._changed.notify_all()
         return Fenced.WITHDRAWN
+
+    def _release(self) -> None:
+        """Drops the tensors of a withdrawn offer that no thread reads: a program's state_dict may return copies."""
+        if self.withdrawn_reason and not self._reading:
+            self.body.release()
 
     def _unsent(self) -> set[int]:
         if len(self._wants) < self._expected:

@@ -7,13 +7,17 @@ from __future__ import annotations
 
 import socket
 import threading
+import weakref
 from collections.abc import Sequence
 from concurrent.futures import Future
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, nullcontext
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
+from ft.healing.capture import StateRegistry
 from ft.healing.format import CHUNK_BYTES
 from ft.healing.http_server import MAX_CONNECTIONS, HealServer
 from ft.healing.http_transport import HttpTransport
@@ -76,6 +80,25 @@ def test_an_offer_that_is_over_keeps_no_copies(world: World):
     assert sum(map(len, offer.aside.values())) == group.view().manifest.total_bytes
     source.end_offer(3, "j is lost")
     assert not offer.aside
+
+
+def test_an_offer_that_is_over_keeps_no_tensors(world: World):
+    """A state_dict may return copies. They are freed once no joiner's thread reads them."""
+    memory = list[weakref.ref[np.ndarray]]()
+
+    def copy() -> torch.Tensor:
+        array = np.zeros(MIB)
+        memory.append(weakref.ref(array))
+        return torch.from_numpy(array)
+
+    state, source = StateRegistry(), world.transport("a")
+    state.register_state("copy", copy, print)
+    for reads in (False, True):
+        offer = source.offer(state.view(), quorum_id=3, step=7, joiners=["j"])
+        with offer.reading() if reads else nullcontext():
+            source.end_offer(3, "j is lost")
+            assert (memory[-1]() is not None) == reads
+        assert memory[-1]() is None
 
 
 def test_nobody_there(world: World):
