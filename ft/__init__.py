@@ -14,6 +14,7 @@ _NAMES = {  # public names, by module
     "ft.compat.manager": ("Manager", "WorldSizeMode"),
     "ft.compat.process_groups": ("ErrorSwallowingProcessGroup", "ManagedProcessGroup", "ProcessGroupDummy"),
     "ft.compat.wrappers": ("DistributedDataParallel", "DistributedSampler", "Optimizer"),
+    "ft.optim_state": ("init_optim_state",),
     "ft.process_groups.baby": ("ProcessGroupBabyGloo", "ProcessGroupBabyNCCL"),
     "ft.process_groups.gloo": ("ProcessGroupGloo",),
     "ft.process_groups.nccl": ("ProcessGroupNCCL",),

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 
+from ft import init_optim_state
 from ft.healing.capture import StagingBuffer, StateRegistry, StateView
 from ft.healing.format import CHUNK_BYTES, DTYPES, FormatError, StateManifest
-from ft.optim_state import init_optim_state
 from tests.healing.states import WORDS, Group, equal, large
 
 
@@ -151,6 +151,8 @@ def test_a_model_and_its_optimizer_heal_to_the_same_steps():
     model, optimizer, state = rank(1)
     train(model, optimizer)
     other, its_optimizer, its_state = rank(2)
+    with pytest.raises(FormatError, match=r"optimizer/state/0/step: only the source .* ft\.init_optim_state"):
+        its_state.view().body_for(state.view().manifest)
     init_optim_state(its_optimizer)
     offered, into = state.view(), its_state.view()
     take, give = into.body_for(offered.manifest), offered.body()
