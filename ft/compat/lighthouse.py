@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import socket
 import threading
 from concurrent.futures import Future
@@ -25,6 +26,8 @@ from ft.rpc.generated import torchft_pb2
 from ft.rpc.lighthouse_flags import LighthouseOptions
 from ft.rpc.lighthouse_link import channel
 from ft.rpc.lighthouse_main import serve, until_stopped
+
+log = logging.getLogger("pharos.torchft")
 
 
 @dataclass(frozen=True)
@@ -103,7 +106,8 @@ class LighthouseServer:
     """A lighthouse in a thread of this process. `bind`: "host:port"; port 0: any free one. `state`: its state file; None: keep the state
     only in memory. `observer`: receives every event of its state machine with the effects.
 
-    Without `token` and `insecure` it listens only on loopback, whatever address `bind` has. Raises ValueError if it cannot listen there.
+    Without `token` and `insecure` it listens only on loopback, whatever address `bind` has; if that is another, it logs a warning.
+    Raises ValueError if it cannot listen there.
     """
 
     def __init__(
@@ -123,6 +127,11 @@ class LighthouseServer:
         asked = Endpoint.parse(bind, "bind")
         safe = asked.loopback or token or insecure
         at = [asked] if safe else endpoints(None, asked.port, access)
+        if not safe:
+            log.warning(
+                "LighthouseServer(bind=%r) listens on localhost only: give it a token, or insecure=True, for groups on other machines",
+                bind,
+            )
         config = LighthouseConfig(
             min_replicas=min_replicas,
             join_timeout_s=join_timeout_ms / 1000,
