@@ -73,9 +73,10 @@ class Manager:
     """torchft's Manager. `core`: the underlying Manager of ft/manager.py.
 
     `pg`: process group to the other replica groups; configured and closed here. `load_state_dict`, `state_dict`: load and return the state
-    that a joining group receives. `min_replica_size`: fewest groups that commit a step. `replica_id`: this group's name, by default
-    REPLICA_GROUP_ID. `rank`, `world_size`, `store_addr`, `store_port`: those of this group, by default the launcher's. `lighthouse_addr`:
-    by default TORCHFT_LIGHTHOUSE. `max_retries`: attempts in a row that may fail. `init_sync`: at step 0 all take the state of one.
+    that a joining group receives. `min_replica_size`: fewest groups of a quorum that commits a step, healing ones and spares included.
+    `replica_id`: this group's name, by default REPLICA_GROUP_ID. `rank`, `world_size`, `store_addr`, `store_port`: those of this group, by
+    default the launcher's. `lighthouse_addr`: by default TORCHFT_LIGHTHOUSE. `max_retries`: attempts in a row that may fail.
+    `init_sync`: at step 0 all take the state of one.
     `checkpoint_transport`: an HTTPTransport (the default) or PGTransport, equal in all groups, or a healing.transport.Transport.
 
     `quorum_timeout`: longest wait of start_quorum; None: no limit. `timeout`: longest reduction, at least stall_s (60 s): it is only a
@@ -86,8 +87,8 @@ class Manager:
     `dies_with_group` and `observer` (see ft/manager.py).
 
     Raises ValueError (arguments, variables), OSError (no lighthouse, no group server). start_quorum, backward and should_commit raise
-    Stopped, GroupEnded and BadInput (seam.py), backward and should_commit also RuntimeError for gradients that cannot be reduced; after any
-    other failure should_commit returns False.
+    Stopped, GroupEnded, GroupReleased and BadInput (seam.py), backward and should_commit also RuntimeError for gradients that cannot be
+    reduced; after any other failure should_commit returns False.
     """
 
     def __init__(
@@ -173,7 +174,7 @@ class Manager:
             pg,
             config,
             options,
-            store=_store(config, store_addr or environment.master_addr, store_port or environment.master_port),
+            store=_store(config, environment, store_addr, store_port),
             transport=transport,
             fingerprint=(
                 ("checkpoint_transport", heal_transport),
@@ -357,7 +358,10 @@ class Manager:
         self.core.register_state(key, state_dict, load_state_dict)
 
     def set_state_dict_fns(self, load_state_dict: Callable[[Any], None], state_dict: Callable[[], Any]) -> None:
-        """Sets the functions for the user's state, as the constructor does; may be called again."""
+        """Sets the functions for the user's state, as the constructor does; may be called again. `state_dict` returns tensors, floats,
+        integers, strings, bool and None, in lists, tuples and dicts with strings or integers as keys; the tensors are the same ones at
+        each call, as a heal writes into them. With other values no group can heal from this one: an error is logged after the first
+        step."""
         if self._user is None:
             self.core.register_state("default", lambda: self._user[1](), lambda state: self._user[0](state))
         self._user = (load_state_dict, state_dict)
@@ -384,6 +388,11 @@ class Manager:
             ledger = json.dumps({"position": self._batches})
             state_dict = {**state_dict, "commit_id": "", "commit_quorum_id": 0, "ledger": ledger}
         self.core.load_state_dict(state_dict)
+
+    def want_to_leave(self) -> None:
+        """Ends this group's wait for other groups, or the next one that lasts: start_quorum, backward or should_commit raises GroupReleased
+        in all its ranks. For any thread, such as one that is woken by a signal (docs/torchft.md). Not in torchft."""
+        self.core.want_to_leave()
 
     def leave(self) -> None:
         """Leaves after this group's next step, in which it tells the others. All its ranks call it before the same step. Not in torchft."""
@@ -477,12 +486,14 @@ def _resolve(hostname: str) -> str:
         ) from None
 
 
-def _store(config: ReplicaGroupConfig, address: str, port: int | None) -> Store | None:
-    """Returns the group's store; None for a group of one rank, which needs none."""
+def _store(config: ReplicaGroupConfig, environment: Environment, address: str | None, port: int | None) -> Store | None:
+    """Returns the group's store: the one at the given address, by default that of the default process group, else the launcher's. None for
+    a group of one rank, which needs none."""
     if config.world_size == 1:
         return None
-    if dist.is_available() and dist.is_initialized():
+    if not (address or port) and dist.is_available() and dist.is_initialized():
         return dist.distributed_c10d._get_default_store()
+    address, port = address or environment.master_addr, port or environment.master_port
     if not address or not port:
         raise ValueError("MASTER_ADDR and MASTER_PORT are not set: a group of several ranks requires its store")
     return TCPStore(address, port, None, False, wait_for_workers=False)

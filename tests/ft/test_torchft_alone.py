@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import TCPStore
 
 from ft import LighthouseServer, Manager, ProcessGroupGloo
 from ft.compat import manager as torchft_manager
@@ -157,6 +159,30 @@ def test_a_work_that_is_late_is_told():
     assert isinstance(told[0], TimeoutError)
     work.end(None)
     assert work.wait() and work.wait(timedelta(seconds=1)) and work.is_success() and len(told) == 1
+
+
+@pytest.mark.parametrize(("options", "warns"), [({}, True), ({"insecure": True}, False)])
+def test_a_lighthouse_that_others_cannot_reach_warns(
+    options: dict[str, Any], warns: bool, caplog: pytest.LogCaptureFixture
+):
+    server = LighthouseServer("0.0.0.0:0", 1, **options)
+    server.shutdown()
+    assert server.address().startswith("http://localhost:") == ("listens on localhost only" in caplog.text) == warns
+
+
+def test_a_store_that_is_given_is_used_although_torch_has_one():
+    """torch's may span all replica groups."""
+    store = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+    store.set("ft/0/group", json.dumps({"replica_id": "own:1", "address": "http://127.0.0.1:1"}))
+    more = {"lighthouse_addr": "http://127.0.0.1:1", "rank": 1, "world_size": 2, "dies_with_group": False}
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        given = {"store_addr": "127.0.0.1", "store_port": store.port}
+        manager = Manager(ProcessGroupGloo(), None, None, 1, **given, **more)
+    finally:
+        dist.destroy_process_group()
+    assert manager.replica_id == "own:1"
+    manager.shutdown()
 
 
 def test_what_changes_nothing_is_said_once(

@@ -13,6 +13,7 @@ from torch._C._distributed_c10d import TCPStore
 from ft import Manager, ProcessGroupGloo, WorldSizeMode
 from ft.manager import GroupEnded
 from ft.protocol import messages as m
+from ft.seam import GroupReleased
 from tests.ft.torchft_groups import LIMIT_S, Group, fetch_late, job, moves
 
 A, B, C = 4.0, 16.0, 64.0  # gradients; all means of them differ
@@ -225,6 +226,22 @@ def test_fewer_groups_than_asked_for_commit_nothing():
         b = made.group("b", B, 4, arguments={"min_replica_size": 2})
         made.join()
         assert a.weights.keys() == b.weights.keys() == {1, 2, 3, 4}
+
+
+def test_a_group_that_waits_for_others_in_its_backward_can_be_released():
+    def body(group: Group) -> None:
+        if group.name == "b" and group.manager.current_step() == 2:
+            group.kill(a)
+        group.backward()
+
+    with job(min_replicas=2) as made:
+        more: dict[str, Any] = {"body": body, "arguments": {"times": m.Timeouts(beat_s=0.2)}}
+        a, _ = (made.group(name, value, FOR_EVER, **more) for name, value in (("a", A), ("b", B)))
+        while not any(isinstance(event, m.MemberLost) for event in a.events):
+            a.thread.join(0.05)
+        a.manager.want_to_leave()
+        assert isinstance(a.join().error, GroupReleased) and a.weights
+        a.error = None  # as it is to be
 
 
 def test_a_body_that_is_left_lets_nobody_wait():
