@@ -177,8 +177,13 @@ def _check_layouts(config: RunConfig, device_type: str) -> Iterator[str]:
         )
     if config.float8.enable and tp > 1:
         yield (
-            f"float8.enable = true: parallelism.tensor_parallel_degree = {tp} shards layers, which torchao does not support; "
-            "set it to false"
+            f"float8.enable = true: parallelism.tensor_parallel_degree = {tp} shards layers, for which float8 is not implemented "
+            "here; set it to false"
+        )
+    if config.float8.precompute_float8_dynamic_scale_for_fsdp and config.training.enable_cpu_offload:
+        yield (
+            "float8.precompute_float8_dynamic_scale_for_fsdp = true: training.enable_cpu_offload = true keeps the weights in host memory, "
+            "and NCCL cannot all-reduce their scales there; set it to false"
         )
     ring = cp > 1 and parallelism.context_parallel_rotate_method == "ring"
     if device_type != "cuda" and ring and not config.training.document_mask:
@@ -232,7 +237,7 @@ def _check_schedules(config: RunConfig) -> Iterator[str]:
             f"lr_scheduler.decay_ratio = {schedule.decay_ratio}: {decay} steps of decay and lr_scheduler.warmup_steps = {warmup} "
             f"must not exceed {length}; nearest: {math.floor(10_000 * (total - warmup) / total) / 10_000}"
         )
-    elif total < steps and schedule.min_lr_factor == 0:
+    elif total < steps and decay and schedule.min_lr_factor == 0:
         yield (
             f"lr_scheduler.total_steps = {total}: training.steps = {steps} would continue with a learning rate of 0; "
             f"nearest: {steps}, or 0, or set lr_scheduler.min_lr_factor"

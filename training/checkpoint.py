@@ -119,6 +119,8 @@ class CheckpointConfig:
             if (value := getattr(self, key)) and not self.enable:
                 shown = "true" if value is True else f'"{value}"'
                 raise ValueError(f"checkpoint.{key} = {shown}: needs checkpoint.enable = true")
+        if self.load_step != -1 and not self.enable:
+            raise ValueError(f"checkpoint.load_step = {self.load_step}: needs checkpoint.enable = true; nearest: -1")
         if not self.folder.strip("/. "):
             raise ValueError(f'checkpoint.folder = "{self.folder}": must be a folder of its own; nearest: "checkpoint"')
         parts = PurePath(self.local_folder).parts

@@ -215,11 +215,12 @@ def check_patterns(config: OptimizerConfig, model: nn.Module) -> None:
 
 def learning_rate_factor(config: LRSchedulerConfig, *, step: int, total_steps: int, decay_steps: int) -> float:
     """Returns the factor of optimizer.lr, within (0, 1], for the step after `step` committed ones. `decay_steps`: from decay_length.
-    Warm-up and decay are computed as if one step longer, so that no step has a rate of exactly 0."""
+    Warm-up and decay are computed as if one step longer, so that no step has a rate of exactly 0 (configs/check.py refuses a run that
+    goes on after a decay to 0)."""
     if step < config.warmup_steps:
         return (step + 1) / (config.warmup_steps + 1)
     decayed = step - (total_steps - decay_steps) + 1  # 1 in the first step of the decay
-    if decayed <= 0:
+    if decayed <= 0 or not decay_steps:
         return 1.0
     left = max(0.0, 1 - decayed / (decay_steps + 1))
     shapes = {"linear": left, "sqrt": 1 - math.sqrt(1 - left), "cosine": 0.5 * (1 - math.cos(math.pi * left))}

@@ -162,6 +162,7 @@ BETWEEN_SECTIONS = {  # ranks and overrides -> the one message
     "1 --lr_scheduler.decay_ratio=0.95": "--lr_scheduler.decay_ratio = 0.95: 19 steps of decay and lr_scheduler.warmup_steps = 2 must not exceed training.steps = 20; nearest: 0.9",
     "1 --lr_scheduler.decay_ratio=1 --lr_scheduler.total_steps=30000 --lr_scheduler.warmup_steps=1": "--lr_scheduler.decay_ratio = 1.0: 30000 steps of decay and lr_scheduler.warmup_steps = 1 must not exceed lr_scheduler.total_steps = 30000; nearest: 0.9999",
     "1 --lr_scheduler.total_steps=10": "--lr_scheduler.total_steps = 10: training.steps = 20 would continue with a learning rate of 0; nearest: 20, or 0, or set lr_scheduler.min_lr_factor",
+    "1 --checkpoint.enable=false --checkpoint.load_step=5": "--checkpoint.load_step = 5: needs checkpoint.enable = true; nearest: -1",
     "1 --checkpoint.folder=s4://bucket/x": '--checkpoint.folder = "s4://bucket/x": no such store; legal: a folder, s3://, gs://; nearest: "s3://bucket/x"',
     "1 --profiling.save_traces_folder=s3://bucket/x": '--profiling.save_traces_folder = "s3://bucket/x": a URL; must be a folder of a mounted file system, local or shared: of a run, only checkpoint.folder may be an object store; nearest: "profile_traces"',
     "1 --checkpoint.initial_load_path=file:///mnt/runs/step-9": '--checkpoint.initial_load_path = "file:///mnt/runs/step-9": a URL; must be a folder of a mounted file system, local or shared: of a run, only checkpoint.folder may be an object store; nearest: "/mnt/runs/step-9"',
@@ -233,6 +234,14 @@ def test_what_cuda_has_is_not_refused_on_it(folder: Path) -> None:
     assert complaints(folder, cp[1], device_type="cpu") == []  # without context parallelism nothing reads it
 
 
+def test_scales_of_weights_in_host_memory_are_not_reduced_by_nccl(folder: Path) -> None:
+    scales = "--float8.enable_fsdp_float8_all_gather", "--float8.precompute_float8_dynamic_scale_for_fsdp"
+    assert complaints(folder, *scales, device_type="cuda") == []
+    assert complaints(folder, *scales, "--training.enable_cpu_offload", device_type="cuda") == [
+        f"{scales[1]} = true: training.enable_cpu_offload = true keeps the weights in host memory, and NCCL cannot all-reduce their scales there; set it to false"
+    ]
+
+
 @pytest.mark.parametrize(
     ("process_group", "device_type", "more", "legal"),
     [
@@ -272,6 +281,7 @@ def test_the_nearest_offers_are_legal(folder: Path) -> None:
     long = ["--lr_scheduler.total_steps=30000", "--lr_scheduler.warmup_steps=1"]
     assert complaints(folder, *long, "--lr_scheduler.decay_ratio=0.9999") == []
     assert complaints(folder, "--lr_scheduler.total_steps=10", "--lr_scheduler.min_lr_factor=0.1") == []
+    assert complaints(folder, "--lr_scheduler.total_steps=10", "--lr_scheduler.decay_ratio=0") == []
     assert complaints(folder, "--model.vocab_size=259") == []
 
 

@@ -41,6 +41,7 @@ def test_ends_at_the_least_factor():
 
 def test_after_the_schedule_the_least_factor_stays():
     assert curve(6, warmup_steps=0, total_steps=4, min_lr_factor=0.5)[4:] == [0.5, 0.5]
+    assert curve(6, warmup_steps=0, total_steps=4, decay_ratio=0.0, min_lr_factor=0.5) == [1.0] * 6, "no decay"
 
 
 def test_a_half_negative_ratio_is_refused():
