@@ -115,6 +115,8 @@ def ring_attention(mesh: DeviceMesh, pieces: list[list[int]]) -> Attend:
     def attend(q: Tensor, k: Tensor, v: Tensor, document_starts: Tensor | None = None) -> Tensor:
         if document_starts is not None:
             return ring_of_documents(q, k, v, document_starts, mesh, pieces)
+        if q.dtype == torch.float32:  # efficient attention alone has it, and no groups of heads
+            k, v = (x.repeat_interleave(q.shape[2] // k.shape[2], dim=2) for x in (k, v))
         grouped = q.shape[2] != k.shape[2]
         q, k, v = (DTensor.from_local(x.transpose(1, 2), mesh, [Shard(2)], run_check=False) for x in (q, k, v))
         with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]):  # supported ones
