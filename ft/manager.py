@@ -266,8 +266,9 @@ class Manager:
     def reduce(
         self, tokens_per_slot: Sequence[float], loss_sum: float, able: bool, *, kept: bool = True, failure: str = ""
     ) -> StepTotals:
-        """Returns when all reductions are complete. If a group fails meanwhile, they are repeated in a new generation, and no step is lost.
-        `kept`: a further attempt would send the same gradients. `failure`: the reason, if this attempt has to fail."""
+        """Returns when all reductions are complete, or when the attempt has failed and slots must be computed anew. If a group fails
+        meanwhile, reductions are repeated in a new generation, and no step is lost. `kept`: a further attempt would send the same
+        gradients. `failure`: the reason, if this attempt has to fail."""
         effect, is_computed = self._trainer_effect, True
         if self._is_forming:
             assert isinstance(effect, m.Compute) and self.quorum is not None
@@ -427,17 +428,17 @@ class Manager:
         """Feeds the machine from a thread other than the trainer's, where errors are raised."""
         try:
             self._feed(event)
-        except BaseException as error:  # noqa: BLE001 (raised by `_wait`)
-            self._fail(error)
+        except BaseException as error:  # noqa: BLE001 (raised by `_await_effect`)
+            self._raise_in_trainer(error)
 
-    def _fail(self, error: BaseException) -> None:
+    def _raise_in_trainer(self, error: BaseException) -> None:
         """Raises the error in the trainer's thread, before its next effect."""
         with self._news:
             self._error = self._error or error
             self._news.notify_all()
 
-    def _wait(self, enough: Callable[[], bool] = lambda: False) -> bool:
-        """Waits for an effect, or until `enough()` is True. Returns True if there is an effect. Raises the error of `_fail`."""
+    def _await_effect(self, enough: Callable[[], bool] = lambda: False) -> bool:
+        """Waits for an effect, or until `enough()` is True. Returns True if there is an effect. Raises the error of `_raise_in_trainer`."""
         while True:
             with self._news:
                 self._news.wait_for(lambda: bool(self._effects or self._error) or enough(), TICK_S)
@@ -466,7 +467,7 @@ class Manager:
                     break
             if not self._effects or (self._error and not self._left_after_commit()):
                 with phase_timer.phase("heal") if machine.phase in HEAL_PHASES else nullcontext():
-                    if not self._wait(until):
+                    if not self._await_effect(until):
                         break
             effect, event, quorum = self._effects.popleft(), None, self.quorum
             if self._ahead and isinstance(effect, m.LaunchRemaining | m.CommitStep | m.LoadState | m.LoadCheckpoint):
@@ -638,7 +639,7 @@ class Manager:
         if self._has_committed:
             log.error("%s: this group waits until it can receive the state of the others", why)
         else:
-            self._fail(
+            self._raise_in_trainer(
                 BadInput(f"group {self._config.name} cannot take part: it cannot receive the others' state: {why}")
             )
 
@@ -750,7 +751,7 @@ class Manager:
         try:
             self._feed_from_thread(self.client.outcome(vote))
         except RuntimeError as error:
-            self._fail(error)
+            self._raise_in_trainer(error)
 
     def _load_state(self, step: int) -> None:
         assert self.quorum is not None
@@ -785,7 +786,7 @@ class Manager:
             if self.quorum is not None:
                 self.healer.end_offer(self.quorum.quorum_id, why)
             self.process_group.interrupt(why)
-            self._fail(GroupEnded(why))
+            self._raise_in_trainer(GroupEnded(why))
 
     def _report(self, metrics: dict[str, float], status: Status) -> None:
         """Sends this rank's progress to the group server; the lighthouse finds stalled groups by it."""

@@ -7,7 +7,7 @@
 
 A refusal has a status and the reason. 404: not offered yet; 410: the offer, or one of these chunks, will not be available any more.
 
-Every request has `Authorization: Bearer TOKEN` if the job has a token, and `Reader: NAME`, the joiner's name, equal on all its connections;
+Every request has `Authorization: Bearer TOKEN` if the job has a token, and `Reader: NAME` (the joiner's), equal on all its connections;
 a request for the body also has `Lacks: FIRST-LAST`, a range with all chunks that the joiner has not verified, whichever source it will
 request them from. Chunks are a range unit of our own (RFC 9110, 14.1), so a range cannot begin inside a digest. No request has a body.
 
