@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import os
 import resource
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from fsspec.implementations.memory import MemoryFileSystem
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -22,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from tests.multiproc.pool import Pool
 from tests.unit.checkpoint_job import Ledger, Trains, flip_a_bit, steps_in
 from tests.unit.fakes import Lines
+from tests.unit.storage import SlowStore
 from training.checkpoint import ROWS_STATE, CheckpointConfig, Checkpointer, CheckpointFailed, RankCollectives
 from training.states import ModelState, OptimizerState
 
@@ -261,20 +260,15 @@ def copied_from_a_store(folder: Path) -> tuple[int | None, bool, int]:
     run.checkpointer.save(2)
     while not run.checkpointer.wait_uploaded(50.0):
         pass
-    arrived, get, calls = threading.Event(), MemoryFileSystem.cat_file, list[None]()
-
-    def slow(self: MemoryFileSystem, path: str, *arguments: Any, **options: Any) -> Any:
-        assert ".metadata." not in path or arrived.wait(50.0)
-        return get(self, path, *arguments, **options)
+    calls = list[None]()
 
     def on_bytes() -> None:
         calls.append(None)
-        arrived.set()
+        SlowStore.lets_go.set()
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(MemoryFileSystem, "cat_file", slow)
-        other = Run(folder / "2" / "run", blank=True, folder="memory://checkpoints", on_bytes=on_bytes)
-        step = other.checkpointer.load()
+    SlowStore.lets_go.clear()
+    other = Run(folder / "2" / "run", blank=True, folder="slow://checkpoints", on_bytes=on_bytes)
+    step = other.checkpointer.load()
     run.checkpointer.close()
     other.checkpointer.close()
     return step, other.everything() == run.everything(), len(calls)

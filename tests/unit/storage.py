@@ -1,15 +1,18 @@
-"""Storage that fails when a test says so, and a background writer that writes at once, in the test's own thread."""
+"""Storage that fails or waits when a test says so, and a background writer that writes at once, in the test's own thread."""
 
 from __future__ import annotations
 
 import errno
 import os
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import pytest
+from fsspec.implementations.memory import MemoryFileSystem
 
 from training.background_writer import BackgroundWriter
 
@@ -31,6 +34,24 @@ def until_written(background_writer: BackgroundWriter) -> None:
     """Waits, also while storage fails, until all that was given is written."""
     while not background_writer.flush(50.0):
         pass
+
+
+class SlowStore(MemoryFileSystem):
+    """memory:// as slow://, of which the last file of a checkpoint arrives once `lets_go` is set."""
+
+    protocol = "slow"
+    lets_go = threading.Event()
+
+    @classmethod
+    def _strip_protocol(cls, path: Any) -> Any:
+        return MemoryFileSystem._strip_protocol(str(path).removeprefix("slow:/"))
+
+    def cat_file(self, path: str, *arguments: Any, **options: Any) -> Any:
+        assert ".metadata." not in path or self.lets_go.wait(50)
+        return super().cat_file(path, *arguments, **options)
+
+
+fsspec.register_implementation("slow", SlowStore, clobber=True)
 
 
 class Disk:

@@ -19,6 +19,7 @@ from configs.saved import CONFIG_FILE, check_saved, fetch_saved, save
 from configs.schema import RunConfig
 from parallelisms.distributed import World
 from tests.unit.checkpoint_job import Job, data_file, flip_a_bit, same, steps_in
+from tests.unit.storage import SlowStore
 from tests.unit.test_checkpoint_groups import Group
 from tests.unit.test_saver import End
 from training.checkpoint import CheckpointConfig, CheckpointFailed
@@ -78,18 +79,13 @@ def test_another_machine_goes_on_from_the_store(tmp_path: Path, async_mode: str)
     assert start(tmp_path / "1", seed=2).checkpointer.load() == 7
 
 
-def test_a_long_copy_is_waited_for_while_bytes_arrive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """The second file arrives only after the waiting ranks have seen bytes of the first one."""
-    job, arrived, get = saved(tmp_path / "1", 2), threading.Event(), MemoryFileSystem.cat_file
-
-    def slow(self: MemoryFileSystem, path: str, *arguments: Any, **options: Any) -> Any:
-        assert ".metadata." not in path or arrived.wait(WAIT_S)
-        return get(self, path, *arguments, **options)
-
-    monkeypatch.setattr(MemoryFileSystem, "cat_file", slow)
-    other = start(tmp_path / "2", seed=1, on_bytes=arrived.set)
+def test_a_long_copy_is_waited_for_while_bytes_arrive(tmp_path: Path):
+    """The last file arrives only after the waiting ranks have seen bytes of the first one."""
+    job = saved(tmp_path / "1", 2)
+    SlowStore.lets_go.clear()
+    other = Job(tmp_path / "2" / "run", url="slow://checkpoints", seed=1, on_bytes=SlowStore.lets_go.set)
     assert other.checkpointer.load() == 2 and same(other.everything(), job.everything())
-    assert arrived.is_set()
+    assert SlowStore.lets_go.is_set()
 
 
 def test_damage_in_the_store_costs_one_checkpoint(tmp_path: Path):
