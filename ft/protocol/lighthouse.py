@@ -69,9 +69,8 @@ class LighthouseMachine:
         self.reason = "no group has requested a quorum"
         self._record: QuorumRecord | None = None  # record of the newest quorum
         self._epoch, self._last_id, self._settled = epoch, 0, 0
-        self._began_at: int | None = (
-            None  # step at which this process began the job; None: it continues a job, or there is none
-        )
+        # settled step at which this process began this epoch, or learned it from a report; None: it is from the state file, or unused
+        self._began_at: int | None = None
         self._fingerprint: Fingerprint = ()  # the job's
         self._last_tick_s = now_s
         self._excused_until_s = now_s  # until then a closed stream is no sign of a death; see _notice_stop
@@ -197,7 +196,7 @@ class LighthouseMachine:
         if known_quorum:
             self._choose_kind("pharos")
             self._last_id = max(self._last_id, known_id)
-            gives_way = self.quorum is not None and self._gives_way_to(event, known_quorum)
+            gives_way = self._gives_way_to(event, known_quorum)
             if gives_way:
                 newest_id = 0  # ids of two epochs do not compare
             if known_quorum.members and (gives_way or self.quorum is None or known_quorum.epoch == self.quorum.epoch):
@@ -205,10 +204,12 @@ class LighthouseMachine:
                 if known_id > newest_id:  # issued by the lighthouse process before this one, maybe after going back
                     if known_quorum.epoch != self._epoch and not self._state_file_lost:
                         self._await_reports(now_s)
-                    self._epoch, self._settled, self._began_at = known_quorum.epoch, 0, None
+                    self._epoch, self._settled = known_quorum.epoch, 0
                     self._adopt(known_quorum, now_s)
                 if known_id >= newest_id:
                     self._settled = max(self._settled, event.settled)
+                if known_id > newest_id and self._state_file_lost:
+                    self._began_at = self._settled
                 if gives_way:
                     self._persist(now_s)  # else a restart would continue from the other epoch
                 if self._record and known_id > newest_id:
@@ -229,8 +230,7 @@ class LighthouseMachine:
     def _gives_way_to(self, event: m.StreamOpened, known: Quorum) -> bool:
         """True if a member of a different epoch, of the same fingerprint, reports a later settled step, while no step of this epoch is
         settled since this process has begun it, or has learned it from a report. Not if the member cannot return: its name is taken."""
-        is_begun = self._began_at is not None and self._settled <= self._began_at
-        if not (is_begun or self._state_file_lost) or not known.members or known.epoch == self._epoch:
+        if self._began_at is None or self._settled > self._began_at or not known.members or known.epoch == self._epoch:
             return False
         later = max(event.settled, known.reference[0]) > self._settled
         may_return = self.roster.live.get(m.name_of(event.replica_id), event.replica_id) == event.replica_id
