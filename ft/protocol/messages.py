@@ -585,7 +585,8 @@ class QuorumResult(Event):
 
 
 class Outcome(Event):
-    """A group's decision: the same for all its ranks, and final."""
+    """A group's decision: the same for all its ranks, which never revise it. A committed step may still be lost with all groups that have
+    it, until it is settled (Settled)."""
 
     kind: Literal["configured", "commit", "healed"]
     quorum_id: int
