@@ -70,9 +70,11 @@ class CommConfig:
                     raise ValueError(f"there is no folder {file.parent}")
                 if file.is_dir():
                     raise ValueError(f"{file} is a folder")
-                content = file.read_bytes() if file.exists() else b""
-                if content and b"refcount/" not in content[:16]:  # torch's first key
-                    raise ValueError("the file has other content; name a new one")
+                if file.exists():
+                    with file.open("rb") as stream:
+                        begin = stream.read(16)
+                    if begin and b"refcount/" not in begin:  # torch's first key
+                        raise ValueError("the file has other content; name a new one")
         except (OSError, ValueError) as error:
             raise ValueError(
                 f'comm.init_method = "{self.init_method}": {error}; it takes "env://", "file:///path/on/a/shared/disk" or '

@@ -71,7 +71,7 @@ class FileRecord:
     digests: tuple[str, ...]
 
 
-class Segment(NamedTuple):
+class FileSegment(NamedTuple):
     """Bytes `first` to `end` of a file, which have one digest."""
 
     file: FileRecord
@@ -223,14 +223,14 @@ def verify(path: Path, manifest: Manifest, *, share: int = 0, shares: int = 1) -
         verify_segment(path, segment)
 
 
-def segments(manifest: Manifest) -> Iterator[Segment]:
+def segments(manifest: Manifest) -> Iterator[FileSegment]:
     for file in manifest.files:
         for index, digest in enumerate(file.digests):
             first = index * SEGMENT_BYTES
-            yield Segment(file, first, min(first + SEGMENT_BYTES, file.size_bytes), digest)
+            yield FileSegment(file, first, min(first + SEGMENT_BYTES, file.size_bytes), digest)
 
 
-def verify_segment(path: Path, segment: Segment) -> None:
+def verify_segment(path: Path, segment: FileSegment) -> None:
     """Compares one segment of a checkpoint's file with its digest. Raises Damaged with the place."""
     file, first, end, expected = segment
     buffer, digest, left = memoryview(bytearray(_HASHED_BYTES)), Digest(), end - first

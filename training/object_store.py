@@ -166,7 +166,7 @@ class ObjectStore:
         is_begun = files.step_folder(folder, step, f".partial{name}").exists()
         partial = files.begin(folder, step, name, keep=True)
 
-        def fetch_segment(segment: files.Segment) -> int:
+        def fetch_segment(segment: files.FileSegment) -> int:
             file, first, end, _ = segment
             if is_begun:
                 with suppress(Damaged):

@@ -146,7 +146,8 @@ def test_damage_is_found(store: ObjectStore, tmp_path: Path):
 
 
 def test_an_interrupted_fetch_goes_on(store: ObjectStore, tmp_path: Path):
-    """What is on the disk is not fetched again, here the first file; the next launch may be one of another run with other files."""
+    """Segments that are on the disk are not fetched again, here those of the first file; the next launch may be one of another run, with
+    other files."""
     manifest, sizes = store.put(checkpoint(tmp_path / "here", 4)), list[int]()
 
     def killed(count: int) -> None:
@@ -399,5 +400,7 @@ def test_which_urls_are_legal(monkeypatch: pytest.MonkeyPatch):
     with pytest.raises(ValueError, match=r'^k = "s3://": must name a bucket; nearest: "s3://BUCKET/checkpoints"$'):
         check_url("k", "s3://")
     set_package(monkeypatch, "gcsfs", None)
-    with pytest.raises(ValueError, match=r'^k = "gs://b/x": needs the package gcsfs, .* -m pip install "\.\[gcs\]"$'):
+    with pytest.raises(
+        ValueError, match=r'^k = "gs://b/x": needs the package gcsfs, .* -m pip install -e "\.\[gcs\]"$'
+    ):
         check_url("k", "gs://b/x")
