@@ -105,7 +105,10 @@ class BatchLoader(ABC):
         except StopIteration:
             raise DataFailed("the data stream has no document of this split for this rank") from None
         except (OSError, ValueError) as error:  # of storage, network or format
-            raise DataFailed(f"reading data failed: {error}") from error
+            cause = (str(error).splitlines() or [type(error).__name__])[
+                -1
+            ]  # of a worker: the last line of its traceback
+            raise DataFailed(f"reading data failed: {cause}") from error
         except Exception as error:  # of a worker or of this code: shown with its traceback
             raise RuntimeError(f"reading data failed: {error}") from error
         return pinned(batch) if self._pin_memory else batch
