@@ -80,8 +80,8 @@ class CheckpointConfig:
     ] = 10
     load_step: Annotated[
         int,
-        "begin from this step at every launch, restarts included: remove it after the first save; newer checkpoints are set aside "
-        "(step-N.abandoned) after the first step; -1: resume from the newest intact checkpoint",
+        "begin from this step at every launch, restarts included: remove it after the first save, with an object store after its upload; "
+        "newer checkpoints are set aside (step-N.abandoned) after the first step; -1: resume from the newest intact checkpoint",
         ">= -1",
     ] = -1
     verify_digests: Annotated[bool, "verify the digests of every file before loading"] = True
@@ -387,9 +387,13 @@ class Checkpointer:
             phrase = steps_phrase([*stored], wanted)
             raise ValueError(f"checkpoint.load_step = {wanted}: not in {self.place}, nor in {self.folder}; {phrase}")
         damaged = []
-        weights_only = {step for step, found in stored.items() if found and found.kind == "model"}
-        for step in sorted(stored, key=lambda step: (step not in weights_only, recency[step]), reverse=True):
-            is_useful = step < before and (own is None or (step not in weights_only and recency[step] >= own_recency))
+        passed_over = {  # weights alone, and what a group saved as it left, where the disk has that step
+            step
+            for step, found in stored.items()
+            if found and (found.kind == "model" or (step == own and not found.settled))
+        }
+        for step in sorted(stored, key=lambda step: (step not in passed_over, recency[step]), reverse=True):
+            is_useful = step < before and (own is None or (step not in passed_over and recency[step] >= own_recency))
             if step == wanted or (wanted < 0 and is_useful):
                 try:
                     if self._beside and recency[step] > own_recency and not math.isfinite(before):
@@ -401,8 +405,9 @@ class Checkpointer:
                 except Damaged as damage:
                     damaged.append(f"step {step}: {damage}")
                     self._log.warning("checkpoint: step %d in %s is damaged and not used: %s", step, self.place, damage)
-                except OSError as error:
-                    raise self._unreadable(error) from None
+                except OSError as error:  # of the store, or of a full disk
+                    what = f"checkpoint: step {step} cannot be copied from {self.place} to {self.folder}"
+                    raise CheckpointFailed(f"{what}: {files.reason(error)}; the next launch copies the rest") from None
         else:
             if damaged and not files.list_steps(self.folder):
                 raise CheckpointFailed(f"checkpoint: no checkpoint in {self.place} is intact ({'; '.join(damaged)})")
@@ -724,7 +729,10 @@ class Checkpointer:
                 self.set_abandoned_aside()
             except OSError as error:
                 raise CheckpointFailed(f"checkpoint: {self.folder}: {files.reason(error)}") from None
-            if is_url(self._config.folder):
+            # without replica groups the disk has what this launch has loaded and saved, also while the store does not answer
+            if is_url(self._config.folder) and (
+                self._lease.shared or not any(at < step for at in files.list_steps(self.folder))
+            ):
                 self._fetch(-1, before=step)  # not load_step: the run has gone on since
 
         self._copy_on_rank0(prepare)

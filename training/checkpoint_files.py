@@ -285,9 +285,10 @@ def begin(folder: Path, step: int, name: str = "", *, keep: bool = False) -> Pat
     return partial
 
 
-def publish(folder: Path, manifest: Manifest, name: str = "") -> Path:
+def publish(folder: Path, manifest: Manifest, name: str = "", *, is_copy: bool = False) -> Path:
     """Renames the folder that `begin` created, whose files are on disk, to its final name. A settled checkpoint replaces an existing one of
-    the same step, and one of the two exists at any instant; an unsettled one does not replace it. Raises OSError."""
+    the same step, as does the copy of one in an object store, and one of the two exists at any instant; an unsettled save does not replace
+    it. Raises OSError."""
     partial, replaced = (step_folder(folder, manifest.step, suffix) for suffix in (f".partial{name}", ".replaced"))
     final = step_folder(folder, manifest.step)
     for file in manifest.files:
@@ -298,7 +299,7 @@ def publish(folder: Path, manifest: Manifest, name: str = "") -> Path:
     (partial / MANIFEST).write_text(manifest.to_json())
     for path in (partial / MANIFEST, partial):
         sync_path(path)
-    if manifest.settled and final.exists():
+    if (manifest.settled or is_copy) and final.exists():
         final.rename(replaced)
     try:
         partial.rename(final)

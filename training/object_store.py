@@ -17,6 +17,7 @@ import hashlib
 import math
 import os
 import re
+import shutil
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -156,15 +157,23 @@ class ObjectStore:
     ) -> Path:
         """Copies a checkpoint into `folder`, several segments at once, verifies it, and returns its place. Unless `anew`, one with an equal
         manifest and files of those sizes stays, unverified. A fetch that was interrupted goes on: the segments that are on disk stay, if
-        they verify. `fetcher`: sets apart processes that share the folder. `on_bytes`: called for the bytes of each segment; what it raises
-        ends the fetch. Raises Damaged."""
+        they verify; those of another step are removed. `fetcher`: sets apart processes that share the folder. `on_bytes`: called for the
+        bytes of each segment; what it raises ends the fetch. Raises Damaged."""
         manifest, target = self.manifest(step), files.step_folder(folder, step)
-        with suppress(Damaged):
-            if not anew and files.read_manifest(target) == manifest:
-                return target
+
+        def is_there() -> bool:
+            with suppress(Damaged):
+                return not anew and files.read_manifest(target) == manifest
+            return False
+
+        if is_there():
+            return target
         present, name = self.objects().get(step, {}), f"-fetch{fetcher and f'.{fetcher}'}-0"
         is_begun = files.step_folder(folder, step, f".partial{name}").exists()
         partial = files.begin(folder, step, name, keep=True)
+        for other in set(folder.glob("step-*")) - {partial}:
+            if other.name.endswith(f".partial{name}"):
+                shutil.rmtree(other)  # the disk may have no room for both
 
         def fetch_segment(segment: files.FileSegment) -> int:
             file, first, end, _ = segment
@@ -193,7 +202,10 @@ class ObjectStore:
             with ThreadPoolExecutor(FETCHES, thread_name_prefix="checkpoint-fetch") as pool:
                 for count in pool.map(fetch_segment, files.segments(manifest)):  # an exception here cancels the rest
                     on_bytes(count)
-            return files.publish(folder, manifest, name)
+            if is_there():  # another group that shares the folder was faster, and reads it now
+                files.discard(folder, step, name)
+                return target
+            return files.publish(folder, manifest, name, is_copy=True)
         except Damaged:
             files.discard(folder, step, name)
             raise

@@ -155,7 +155,22 @@ def test_damage_on_the_disk_is_repaired_from_the_store(tmp_path: Path):
     assert warning.endswith(f"), fetched again from {URL}/run")
 
 
-def test_a_rewind_is_not_held_to_load_step(tmp_path: Path):
+def test_what_a_group_saves_as_it_leaves_replaces_no_other_save(tmp_path: Path):
+    """But its damaged copy on the disk."""
+    left = start(tmp_path / "1")
+    left.checkpointer.load()
+    left.train(2)
+    left.checkpointer.save(2, settled=False)
+    stored(left)
+    stays = Job(tmp_path / "2" / "run", seed=1)
+    stays.step_and_save(2)
+    for machine, job in (("2", stays), ("1", left)):
+        again = start(tmp_path / machine, seed=2)
+        assert again.checkpointer.load() == 2 and same(again.everything(), job.everything())
+        flip_a_bit(data_file(tmp_path / "1" / "run", 2))
+
+
+def test_a_rewind_is_not_held_to_load_step_and_asks_no_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     saved(tmp_path / "1", 2)
     job = start(tmp_path / "1", load_step=2, keep_latest_k=2)
     job.checkpointer.load()
@@ -163,6 +178,7 @@ def test_a_rewind_is_not_held_to_load_step(tmp_path: Path):
         job.step_and_save(step)
         stored(job)
     assert STORE.steps() == steps_in(tmp_path / "1" / "run") == [6, 8]
+    monkeypatch.setattr(MemoryFileSystem, "find", denied)
     job.checkpointer.rewind(7, [], lambda: None)
     assert job.ledger.state["step"] == 6
 
@@ -225,6 +241,17 @@ def test_no_answer_at_the_start_is_no_new_run(tmp_path: Path, monkeypatch: pytes
         CheckpointFailed, match=r"ValueError: no route; refusing to start: it may hold this run's checkpoints"
     ):
         start(tmp_path / "1").checkpointer.load()
+
+
+def test_a_disk_that_takes_no_copy_is_named(tmp_path: Path):
+    saved(tmp_path / "1", 2)
+    (tmp_path / "2" / "run").mkdir(parents=True)
+    (tmp_path / "2" / "run" / "checkpoint").touch()
+    with pytest.raises(
+        CheckpointFailed,
+        match=r"^checkpoint: step 2 cannot be copied from memory://checkpoints/run to .*/2/run/checkpoint: Not a dir",
+    ):
+        start(tmp_path / "2").checkpointer.load()
 
 
 def test_a_run_starts_from_another_ones_checkpoint(tmp_path: Path):

@@ -169,6 +169,27 @@ def test_an_interrupted_fetch_goes_on(store: ObjectStore, tmp_path: Path):
     assert files.read_verified(path) == manifest
 
 
+def test_a_fetch_leaves_nothing_of_an_earlier_step_and_replaces_no_equal_one(store: ObjectStore, tmp_path: Path):
+    """Of groups that share a folder and fetch at the same time, the first is read while the second ends."""
+    for step in (4, 6):
+        store.put(checkpoint(tmp_path / "here", step))
+
+    def killed(count: int) -> None:
+        raise Killed
+
+    with pytest.raises(Killed):
+        store.fetch(4, tmp_path / "there", on_bytes=killed)
+    assert store.fetch(6, tmp_path / "there") == tmp_path / "there" / "step-6"
+    assert files.list_steps(tmp_path / "there") == [6] and len([*(tmp_path / "there").iterdir()]) == 1
+    read = set[int]()
+
+    def faster(count: int) -> None:
+        read.add((store.fetch(4, tmp_path / "there", fetcher="b") / ".metadata").stat().st_ino)
+
+    path = store.fetch(4, tmp_path / "there", fetcher="a", on_bytes=faster)
+    assert read == {(path / ".metadata").stat().st_ino} and len([*(tmp_path / "there").iterdir()]) == 2
+
+
 def test_a_file_of_several_segments_comes_back(tmp_path: Path):
     store, sizes = ObjectStore("memory://runs/long"), list[int]()
     manifest = store.put(checkpoint(tmp_path / "here", 4, size_bytes=files.SEGMENT_BYTES + 999))
