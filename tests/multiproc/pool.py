@@ -139,7 +139,8 @@ class _Worker(Forked):
 
     def abort(self) -> None:
         """Ends the worker, which writes the stacks of its threads."""
-        os.kill(self.process.pid, signal.SIGABRT)
+        with contextlib.suppress(ProcessLookupError):  # dead already
+            os.kill(self.process.pid, signal.SIGABRT)
         self.process.join(_GRACE_S)
 
     def stop(self) -> None:

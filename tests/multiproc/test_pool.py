@@ -47,11 +47,24 @@ class Interrupted(BaseException):
     """Raised in the middle of a run, as pytest-timeout raises."""
 
 
-def interrupts(pid: int) -> None:
-    dist.barrier()
+def interrupts(pid: int, one_is_dead: bool) -> None:
+    pids = [0, 0]
+    dist.all_gather_object(pids, os.getpid())
     if dist.get_rank() == 0:
+        while one_is_dead and is_there(pids[1]):
+            os.sched_yield()
         os.kill(pid, signal.SIGUSR1)
+    elif one_is_dead:
+        os.kill(os.getpid(), signal.SIGKILL)
     signal.pause()
+
+
+def is_there(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
 
 
 def one_never_comes() -> None:
@@ -79,8 +92,9 @@ def test_a_dead_worker_is_told_with_its_last_output_and_replaced(pool: Pool) -> 
     assert [value for _, value in pool.run(2, total, 0.0)] == [1.0, 1.0]
 
 
+@pytest.mark.parametrize("one_is_dead", [False, True])
 def test_the_answers_of_a_run_that_was_interrupted_are_not_those_of_the_next(
-    pool: Pool, capsys: pytest.CaptureFixture[str]
+    pool: Pool, capsys: pytest.CaptureFixture[str], one_is_dead: bool
 ) -> None:
     def interrupt(*_: object) -> None:
         raise Interrupted
@@ -88,10 +102,10 @@ def test_the_answers_of_a_run_that_was_interrupted_are_not_those_of_the_next(
     before = signal.signal(signal.SIGUSR1, interrupt)
     try:
         with pytest.raises(Interrupted):
-            pool.run(2, interrupts, os.getpid())
+            pool.run(2, interrupts, os.getpid(), one_is_dead)
     finally:
         signal.signal(signal.SIGUSR1, before)
-    assert re.search(r"rank 1 of 2: its last output:(.|\n)* in interrupts", capsys.readouterr().out)
+    assert re.search(r"rank 0 of 2: its last output:(.|\n)* in interrupts", capsys.readouterr().out)
     assert [value for _, value in pool.run(2, total, 0.0)] == [1.0, 1.0]
 
 
