@@ -75,7 +75,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     how = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(prog="prepare_data.py", description=__doc__, formatter_class=how)
     parser.add_argument("sources", nargs="*", metavar="SOURCE")
-    parser.add_argument("--out", type=Path, help="folder of the store")
+    parser.add_argument("--out", type=expanded, help="folder of the store")
     parser.add_argument("--tokenizer", default="", metavar="PATH", help='tokenizer.json or its folder; "": bytes')
     parser.add_argument("--text-key", default="text", help='field with the text of a record, default "text"')
     parser.add_argument(
@@ -85,7 +85,9 @@ def parse(argv: list[str]) -> argparse.Namespace:
         "--processes", type=int, default=max(1, cores_here()), help="processes that tokenise; default: the cores"
     )
     parser.add_argument("--shard-tokens", type=int, default=1 << 28, help="ids in a shard, at least; default 2^28")
-    parser.add_argument("--verify", type=Path, metavar="DIR", help="compare the files of a store with their digests")
+    parser.add_argument(
+        "--verify", type=expanded, metavar="DIR", help="compare the files of a store with their digests"
+    )
     options = parser.parse_args(argv)
     if not options.verify and not (options.sources and options.out):
         parser.error("needs SOURCE... and --out DIR, or --verify DIR")
@@ -96,6 +98,10 @@ def parse(argv: list[str]) -> argparse.Namespace:
     if options.shard_tokens < 1:
         parser.error(f"--shard-tokens {options.shard_tokens}: must be >= 1")
     return options
+
+
+def expanded(name: str) -> Path:
+    return Path(os.path.expanduser(name))  # noqa: PTH111 (Path's raises RuntimeError if there is no such user)
 
 
 def prepare(options: argparse.Namespace) -> int:

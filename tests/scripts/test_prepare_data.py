@@ -159,7 +159,9 @@ def test_processes_and_kills_leave_no_trace(tmp_path: Path):
         )
 
 
-def test_a_finished_store_stays_and_another_is_not_written_over_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_a_finished_store_stays_and_another_is_not_written_over_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
     source = write_jsonl(tmp_path / "a.jsonl", DOCUMENTS)
     command = [f"{tmp_path}/**/*.json*", "--out", "my out"]  # a glob that finds manifest.json, too
     assert prepare(*command) == 0
@@ -169,8 +171,11 @@ def test_a_finished_store_stays_and_another_is_not_written_over_it(tmp_path: Pat
     assert prepare(*command) == 0
     assert "finished already" in capsys.readouterr().out
     assert (tmp_path / "my out" / "manifest.json").stat().st_mtime_ns == before
-    said = refused(capsys, source, "--out", "my out", "--held-out", 0.5)
-    assert said == "--out my out: has a store of other settings or sources; name another folder, or remove it"
+    monkeypatch.setenv("HOME", str(tmp_path))
+    said = refused(capsys, source, "--out=~/my out", "--held-out", 0.5)
+    assert (
+        said == f"--out {tmp_path}/my out: has a store of other settings or sources; name another folder, or remove it"
+    )
 
 
 def test_a_store_is_verified(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
