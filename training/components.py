@@ -307,11 +307,11 @@ class Components:
         # the first step made with this launch's settings; smaller after a rewind
         self.first_own_step = (newest if named < 0 else named) + self.inner_steps
         self.metrics_processor.resume_step = self.first_own_step
-        if not newest and named < 0:
-            self.begin_record()
         manager_restores = shared and not seed and newest < config.training.steps
         if not (finished or manager_restores):  # else another group sends the state, or the manager calls `restore`
             self.load()
+        if not newest and named < 0:  # after `load`, which copies and verifies the checkpoint
+            self.begin_record()
         if finished:
             self.checkpointer.upload(self.exported_step)
             if newest:
