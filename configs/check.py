@@ -36,7 +36,7 @@ from training.data.dataset import StreamedData, open_data
 from training.data.order import Mixture, Order
 from training.data.sources import check_sources, find_source
 from training.log import Log
-from training.object_store import check_url, is_url
+from training.object_store import ObjectStore, check_url, is_url
 from training.optimizer import check_patterns
 from training.signals import STEPS_TO_STOP
 from training.tokenizer import build_tokenizer
@@ -76,10 +76,15 @@ def check_settings(config: RunConfig, *, world_size: int, device_type: str | Non
 def check_resume(config: RunConfig, changed: Collection[str], *, world_size: int) -> None:
     """Checks the data of a run that continues a checkpoint, such as the budgets of its mixture, which count from its last change of
     settings. `changed`: keys that differ from the saved ones. Reads two small entries of the checkpoint, unverified: what cannot be read is
-    left to the ranks, as is text that is tokenised at the start. Raises ConfigError."""
-    training, path = config.training, beginning(config.checkpoint, config.run_folder)
+    left to the ranks, as are a newer checkpoint in an object store, and text that is tokenised at the start. Raises ConfigError."""
+    training, checkpoint, folder = config.training, config.checkpoint, config.run_folder
+    path = beginning(checkpoint, folder)
     if path is None or training.dataset != "store":
         return
+    with suppress(OSError):  # a store that does not answer is reported by the ranks
+        store = ObjectStore(checkpoint.place(folder))
+        if is_url(checkpoint.folder) and store.is_ahead_of(folder / checkpoint.local_folder):
+            return
     from training.checkpoint_dcp import read_values  # the import takes a second
 
     try:

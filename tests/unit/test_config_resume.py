@@ -17,6 +17,7 @@ from ft.seam import to_checkpoint
 from scripts import launch, prepare_data
 from tests.unit.data_corpus import write_jsonl
 from tests.unit.fakes import Lines
+from tests.unit.test_object_store import checkpoint
 from training import checkpoint_dcp as dcp
 from training import checkpoint_files as files
 from training.data.dataset import open_data
@@ -103,6 +104,11 @@ def test_budgets_end_where_the_checkpoint_says(tmp_path: Path, monkeypatch: pyte
         launch.check(configured(*run, *elsewhere), world_size=2, environ={})
     ObjectStore("memory://budgets/old").put_files(Path("outputs/old"), [CONFIG_FILE])
     launch.check(configured(*run, *elsewhere), world_size=2, environ={})
+    here = configured(*own[:1], f"--training.steps={last + 1}", elsewhere[1])
+    with pytest.raises(ConfigError, match="sequences are needed from 40 on"):
+        launch.check(here, world_size=2, environ={})
+    ObjectStore("memory://budgets/old").put(checkpoint(tmp_path / "there", STEP + 1))
+    launch.check(here, world_size=2, environ={})  # it is not step 10 that this launch continues
 
     (path / ".metadata").write_bytes(b"damaged")
     assert refused(*own[:1], f"--training.steps={last + 1}") == "", "the ranks tell"
