@@ -37,10 +37,11 @@ def until_written(background_writer: BackgroundWriter) -> None:
 
 
 class SlowStore(MemoryFileSystem):
-    """memory:// as slow://, of which the last file of a checkpoint arrives once `lets_go` is set."""
+    """memory:// as slow://, of which the last file of a checkpoint arrives once `lets_go` is set, and nothing is listed if it `is_away`."""
 
     protocol = "slow"
     lets_go = threading.Event()
+    is_away = False
 
     @classmethod
     def _strip_protocol(cls, path: Any) -> Any:
@@ -49,6 +50,11 @@ class SlowStore(MemoryFileSystem):
     def cat_file(self, path: str, *arguments: Any, **options: Any) -> Any:
         assert ".metadata." not in path or self.lets_go.wait(50)
         return super().cat_file(path, *arguments, **options)
+
+    def find(self, path: str, *arguments: Any, **options: Any) -> Any:
+        if self.is_away:
+            raise ConnectionError("no route")
+        return super().find(path, *arguments, **options)
 
 
 fsspec.register_implementation("slow", SlowStore, clobber=True)
