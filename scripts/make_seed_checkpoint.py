@@ -13,7 +13,6 @@ from __future__ import annotations
 import shutil
 import signal
 import sys
-import time
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
@@ -34,11 +33,10 @@ from training.checkpoint_dcp import CHUNK_BYTES, StreamingPlanner
 from training.checkpoint_files import list_steps
 from training.durable_files import RunLock
 from training.log import Log
-from training.progress import duration
+from training.progress import Bar
 from training.states import ModelState
 from training.tokenizer import build_tokenizer
 
-LOG_INTERVAL_S = 10.0
 Draw = Callable[[Model, torch.Tensor, int], torch.Tensor]
 
 
@@ -70,14 +68,15 @@ def make_seed(config: RunConfig, log: Log, *, chunk_bytes: int = CHUNK_BYTES, dr
     set_dtype(model, getattr(torch, config.training.dtype))
     tensors = model.state_dict(keep_vars=True)
     total = sum(tensor.nbytes for tensor in tensors.values())
-    progress = WriteProgress(total, log)
+    bar = Bar(total, "seed", log=log)
     planner = StreamingPlanner(
         lambda name: draw(model, tensors[name.removeprefix("model.")], config.training.seed),
-        written=progress.add,
+        written=bar.update,
         chunk_bytes=chunk_bytes,
     )
     states = {"model": ModelState([model])}
     with (
+        closing(bar),
         closing(RunLock(config.run_folder)),
         closing(Checkpointer(config.checkpoint, config.run_folder, states, log=log)) as checkpointer,
     ):
@@ -97,26 +96,6 @@ def check_room(folder: Path, needed_bytes: int) -> None:
     free_bytes = shutil.disk_usage(existing).free
     if free_bytes < needed_bytes:
         raise OSError(f"{folder}: {needed_bytes / 1e9:,.1f} GB are needed and {free_bytes / 1e9:,.1f} GB are free")
-
-
-class WriteProgress:
-    def __init__(
-        self, total_bytes: int, log: Log, *, what: str = "seed", log_interval_s: float = LOG_INTERVAL_S
-    ) -> None:
-        self._total, self._log, self._what, self._log_interval_s = total_bytes, log, what, log_interval_s
-        self._done, self._began = 0, time.monotonic()
-        self._logged_s = self._began
-
-    def add(self, count_bytes: int) -> None:
-        self._done += count_bytes
-        now = time.monotonic()
-        if now - self._logged_s < self._log_interval_s:
-            return
-        self._logged_s = now
-        pace = self._done / (now - self._began)
-        left = duration((self._total - self._done) / pace)
-        done, total, pace_mb = self._done / 1e9, self._total / 1e9, pace / 1e6
-        self._log.info("%-9s %.1f of %.1f GB, %.0f MB/s, about %s left", self._what, done, total, pace_mb, left)
 
 
 if __name__ == "__main__":

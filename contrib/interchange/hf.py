@@ -13,6 +13,7 @@ import importlib
 import json
 import shutil
 from collections import Counter
+from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -33,13 +34,14 @@ from contrib.interchange.files import CODES, TOKENIZER, Weights, read_json
 from models.contract import ModelConfig
 from models.llama_hf import Entry, Format, Published
 from scripts.generate import checkpoint_of, read_surviving, state_of
-from scripts.make_seed_checkpoint import WriteProgress, check_room
+from scripts.make_seed_checkpoint import check_room
 from training import checkpoint_dcp, checkpoint_files
 from training.checkpoint import CheckpointConfig
 from training.checkpoint_dcp import StreamingPlanner
 from training.checkpoint_files import CheckpointFailed, Manifest, Removed, is_same, read_verified, step_folder
 from training.log import Log
 from training.object_store import is_url
+from training.progress import Bar
 from training.tokenizer import ByteTokenizer, build_tokenizer
 
 BOS, EOS, PAD = "<|begin_of_text|>", "<|end_of_text|>", "<|pad|>"  # of the built-in byte tokenizer
@@ -81,14 +83,14 @@ def import_folder(folder: Path, out: Path, *, config_file: Path, tokenizer: str 
     entries = {f"model.{entry.ours}": entry for entry in source.entries}
     total_bytes = sum(tensor.nbytes for tensor in tensors.values())
     check_room(out, total_bytes)
-    progress = WriteProgress(total_bytes, log, what="import")
+    bar = Bar(total_bytes, "import", log=log)
 
     def make(name: str) -> Tensor:
         if name not in entries:
             return buffers[name.removeprefix("model.")]
         return entries[name].to_ours(map(source.weights.read, entries[name].parts)).to(source.dtype)
 
-    with files.landing(out) as partial:
+    with files.landing(out) as partial, closing(bar):
         if source.tokenizer:
             (partial / "tokenizer").mkdir()
             for name, file in source.tokenizer.items():
@@ -96,7 +98,7 @@ def import_folder(folder: Path, out: Path, *, config_file: Path, tokenizer: str 
         checkpoints = partial / CheckpointConfig.folder
         step_0 = checkpoint_files.begin(checkpoints, 0)
         try:
-            planner = StreamingPlanner(make, written=progress.add)
+            planner = StreamingPlanner(make, written=bar.update)
             records = checkpoint_dcp.write({"model": tensors}, step_0, group=None, planner=planner)
         except checkpoint_dcp.OtherRankFailed as failure:
             raise CheckpointFailed(f"{step_0}: not written: {failure}") from None
@@ -288,7 +290,7 @@ def _write(checkpoint: Checkpoint, out: Path, shard_bytes: int, dtype: str, max_
     parts, total_bytes = list(files.shards(tensors, shard_bytes)), sum(tensor.nbytes for tensor in tensors.values())
     check_room(out, total_bytes)
     log.info("export    %s, %s of %.1f GB", checkpoint.path, str(target), total_bytes / 1e9)
-    progress = WriteProgress(total_bytes, log, what="export")
+    bar = Bar(total_bytes, "export", log=log)
 
     read = dict[str, Tensor]()  # parts of one parameter, of which each is taken once
 
@@ -297,9 +299,9 @@ def _write(checkpoint: Checkpoint, out: Path, shard_bytes: int, dtype: str, max_
             read.update(zip(entries[name].parts, entries[name].to_theirs(checkpoint.read(entries[name])), strict=True))
         return read.pop(name).to(target)
 
-    with files.landing(out) as partial:
+    with files.landing(out) as partial, closing(bar):
         for part, its in parts:
-            files.write_file(partial / part, its, make, progress.add)
+            files.write_file(partial / part, its, make, bar.update)
         for name, file in copied.items():
             shutil.copyfile(file, partial / name)
         body = checkpoint.format.write_config(

@@ -18,7 +18,6 @@ from tests.scripts.hf_world import KINDS, V, our_logits, run, same, saved, tenso
 from tests.scripts.tiny_job import ROOT, python
 from training.checkpoint import CheckpointConfig
 from training.checkpoint_files import read_manifest, verify
-from training.log import Log
 from training.tokenizer import ByteTokenizer, FileTokenizer
 
 # transformers is imported, and a test starts a process with an import of torch
@@ -63,13 +62,6 @@ def test_far_from_the_start_their_rounding_of_angles_is_all_that_differs(publish
     assert isinstance(model, llama.Llama)
     model.freqs_cis.copy_(torch.stack((angles.cos(), angles.sin()), dim=-1))
     assert (model(ids) - reference(ids).logits).abs().max() <= 1e-5
-
-
-def test_progress_is_told(capsys: pytest.CaptureFixture[str]):
-    progress = make_seed_checkpoint.WriteProgress(2_000_000_000, Log(), what="import", log_interval_s=0.0)
-    progress.add(1_000_000_000)
-    said = capsys.readouterr().out
-    assert "import    1.0 of 2.0 GB, " in said and "MB/s, about 0 s left" in said
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3", "moe"])
