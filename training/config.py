@@ -23,11 +23,28 @@ class DataloaderConfig:
 
 
 @dataclass(frozen=True)
-class SourceConfig:
-    """[[training.sources]]: a token store of a mixture."""
+class StoreConfig:
+    """A token store in one of the lists of sources."""
 
     path: Annotated[str, "folder of the store (scripts/prepare_data.py)"]
     name: Annotated[str, 'name of its validation loss; "": the folder\'s name'] = ""
+
+    @property
+    def label(self) -> str:
+        return self.name or Path(self.path).name
+
+    def check(self, key: str) -> None:
+        if not self.path:
+            raise ValueError(f'{key}.path = "": must be the folder of a token store')
+        if not self.label:  # "" names the validation set of a run without training.sources
+            near = Path(self.path).resolve().name or "store"
+            raise ValueError(f'{key}.name = "": {key}.path = "{self.path}" has no name to take; nearest: "{near}"')
+
+
+@dataclass(frozen=True)
+class SourceConfig(StoreConfig):
+    """[[training.sources]]: a token store of a mixture."""
+
     weight: Annotated[
         float,
         "weight relative to the other sources; the resulting share of the sequences is rounded to 1/4096",
@@ -37,12 +54,8 @@ class SourceConfig:
     epochs: Annotated[float, "passes over the store until its budget ends; 0: no limit", ">= 0", "<= 1e9"] = 0.0
     tokens: Annotated[int, "tokens until its budget ends; 0: no limit", ">= 0"] = 0
 
-    @property
-    def label(self) -> str:
-        return self.name or Path(self.path).name
-
     def check(self, key: str) -> None:
-        _check_store(key, self)
+        super().check(key)
         if self.epochs and self.tokens:
             raise ValueError(
                 f"{key}.tokens = {self.tokens}: {key}.epochs = {self.epochs:g} is a budget, too; set one of them to 0"
@@ -191,16 +204,9 @@ class TrainingConfig:
 
 
 @dataclass(frozen=True)
-class ValidationSourceConfig:
+class ValidationSourceConfig(StoreConfig):
     """[[validation.sources]]: a token store that is only validated on: all its documents count as held out; a validation reads its first
     validation.steps batches."""
-
-    path: Annotated[str, "folder of the store (scripts/prepare_data.py)"]
-    name: Annotated[str, 'name of its loss; "": the folder\'s name'] = ""
-
-    @property
-    def label(self) -> str:
-        return self.name or Path(self.path).name
 
 
 @dataclass(frozen=True)
@@ -225,7 +231,7 @@ class ValidationConfig:
         if self.sources and not self.enable:
             raise ValueError("validation.sources: validation.enable = false; set it to true, or remove the sources")
         for index, source in enumerate(self.sources):
-            _check_store(f"validation.sources[{index}]", source)
+            source.check(f"validation.sources[{index}]")
         _check_labels("validation.sources", self.sources)
 
 
@@ -245,15 +251,7 @@ class ResumeConfig:
         return tuple(filter(None, (key.strip() for key in self.allow.split(","))))
 
 
-def _check_store(key: str, source: SourceConfig | ValidationSourceConfig) -> None:
-    if not source.path:
-        raise ValueError(f'{key}.path = "": must be the folder of a token store')
-    if not source.label:  # "" names the validation set of a run without training.sources
-        near = Path(source.path).resolve().name or "store"
-        raise ValueError(f'{key}.name = "": {key}.path = "{source.path}" has no name to take; nearest: "{near}"')
-
-
-def _check_labels(key: str, sources: Sequence[SourceConfig] | Sequence[ValidationSourceConfig]) -> None:
+def _check_labels(key: str, sources: Sequence[StoreConfig]) -> None:
     labels = [source.label for source in sources]
     if twice := next((label for label in labels if labels.count(label) > 1), ""):
         raise ValueError(f'{key}: two have the name "{twice}"; set their name')
