@@ -85,7 +85,7 @@ def main(argv: Sequence[str]) -> int:
     group = environment.name if config.fault_tolerance.enable else ""
     log = Log(global_rank=launched_rank(), group=group, colour=not config.metrics.disable_color_printing)
     log.attach_to("pharos")
-    with closing(Signals(log=log)) as signals, process_group(config.comm) as world, ExitStack() as cleanup:
+    with closing(Signals(log=log.info)) as signals, process_group(config.comm) as world, ExitStack() as cleanup:
         try:
             run_class = Run if config.fault_tolerance.semi_sync_method == "none" else SemiSyncRun
             run = run_class(config, environment, world, signals, log, cleanup, changes)

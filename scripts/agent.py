@@ -36,7 +36,6 @@ from scripts.launch_settings import (
     stopped_early,
     under_lifeline,
 )
-from training.log import Log
 from training.progress import Clock
 from training.signals import LOG_JOIN_S, SAME_SIGNAL_S, Signals
 
@@ -178,7 +177,7 @@ class LocalRanks(Signals):
         self.first_failed: set[int] = set()  # global ranks
         self._grace_s = grace_s
         self._timers: list[threading.Timer] = []
-        super().__init__(log=Log(), exit_now=exit_now)
+        super().__init__(log=say, exit_now=exit_now)
 
     def handle(self, number: int) -> None:
         with self.change:
@@ -212,7 +211,7 @@ class LocalRanks(Signals):
         self.killed = True
         self.end_groups()
         self._after(10.0, lambda: self._fail("the ranks were killed, but torch's agent did not return"))
-        self._report(f"{why}: killing the ranks")
+        self._say(f"{why}: killing the ranks")
 
     def end_groups(self) -> None:
         """Kills the ranks' Unix process groups, with the children of ranks, and forgets them."""
@@ -228,14 +227,8 @@ class LocalRanks(Signals):
         self._timers.append(timer)
 
     def _fail(self, why: str, code: int = 1) -> None:
-        self._report(why)
+        self._say(why)
         self._exit_now(code)  # the main thread may wait in C code for other nodes
-
-    def _report(self, text: str) -> None:
-        """Prints a line in a separate thread: a pipe that is full, and that nobody reads, blocks it."""
-        reporter = threading.Thread(target=say, args=(text,), daemon=True)
-        reporter.start()
-        reporter.join(LOG_JOIN_S)
 
 
 class Output(LogsSpecs):

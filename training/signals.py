@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from training.log import Log
 from training.progress import Clock
 
 STOP = 1  # save, then exit 0
@@ -31,9 +30,11 @@ def stop_signals() -> tuple[signal.Signals, ...]:
 class Signals:
     """Signal handlers, from construction in the main thread to `close`: `stop_signals` request STOP, SIGUSR1 requests SAVE. A second
     stop signal ends the process at once with code 128 + its number, even while the loop blocks in C code, where Python runs no handler: the
-    interpreter writes each signal's number to a socket (signal.set_wakeup_fd), and a thread reads it."""
+    interpreter writes each signal's number to a socket (signal.set_wakeup_fd), and a thread reads it. `log`: writes a line."""
 
-    def __init__(self, *, log: Log, clock: Clock = time.monotonic, exit_now: Callable[[int], Any] = os._exit) -> None:
+    def __init__(
+        self, *, log: Callable[[str], object], clock: Clock = time.monotonic, exit_now: Callable[[int], Any] = os._exit
+    ) -> None:
         assert threading.current_thread() is threading.main_thread(), "signal handlers belong to the main thread"
         self._log, self._clock, self._exit_now = log, clock, exit_now
         self.nothing_saved = ""  # the reason, if the run saves no checkpoints; training/components.py sets it
@@ -99,7 +100,7 @@ class Signals:
 
     def _say(self, message: str) -> None:
         """Logs in a separate thread: a full pipe may block the line, and the next signal must be read."""
-        logger = threading.Thread(target=self._log.info, args=(message,), name="signals-log", daemon=True)
+        logger = threading.Thread(target=self._log, args=(message,), name="signals-log", daemon=True)
         logger.start()
         logger.join(LOG_JOIN_S)
 

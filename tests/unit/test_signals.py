@@ -23,7 +23,7 @@ class Watched:
         self.clock, self.out = Clock(), io.StringIO()
         self.exits: list[int] = []
         self.arrived = threading.Semaphore(0)
-        self.signals = Signals(log=Log(stream=self.out), clock=self.clock, exit_now=self.exits.append)
+        self.signals = Signals(log=Log(stream=self.out).info, clock=self.clock, exit_now=self.exits.append)
         original = self.signals.handle
 
         def received(number: int) -> None:
@@ -129,7 +129,7 @@ import ctypes, os, signal, sys, threading
 from training.log import Log
 from training.signals import Signals
 times = iter([0.0, 10.0])
-signals = Signals(log=Log(), clock=lambda: next(times))
+signals = Signals(log=Log().info, clock=lambda: next(times))
 libc = ctypes.CDLL(None)
 def twice():
     for _ in range(2):
@@ -171,7 +171,7 @@ def test_handlers_belong_to_the_main_thread() -> None:
 
     def make() -> None:
         try:
-            Signals(log=Log())
+            Signals(log=Log().info)
         except AssertionError as error:
             failures.append(str(error))
 
@@ -208,7 +208,7 @@ class Stuck(io.StringIO):
 def test_output_that_nobody_reads_does_not_keep_the_second_signal_waiting() -> None:
     """Neither its log, nor its standard error, both full pipes."""
     stuck, clock, exits = Stuck(), Clock(), list[int]()
-    signals = Signals(log=Log(stream=stuck), clock=clock, exit_now=exits.append)
+    signals = Signals(log=Log(stream=stuck).info, clock=clock, exit_now=exits.append)
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
     with contextlib.suppress(BlockingIOError):
