@@ -9,10 +9,7 @@ _MEANING = {"F": "F forward", "B": "B backward, = continues", "I": "I backward f
 
 def bubble(schedule: str, pp: int, n_stages: int, n_microbatches: int) -> float:
     """Returns the idle share of all ranks' time from the first action to the last."""
-    return _bubble(timeline(table(schedule, pp, n_stages, n_microbatches)))
-
-
-def _bubble(times: Timeline) -> float:
+    times = timeline(table(schedule, pp, n_stages, n_microbatches))
     return 1 - sum(LENGTH[action.kind] for row in times for _, action in row) / (len(times) * _slots(times))
 
 
@@ -40,5 +37,5 @@ def picture(schedule: str, pp: int, n_stages: int, n_microbatches: int, *, colum
     return [
         f"{schedule}: {n_microbatches} microbatches through {n_stages} stages on {pp} ranks, {n_slots} time slots",
         *(f"rank {rank}  {' '.join(cell.ljust(width) for cell in row).rstrip()}" for rank, row in enumerate(cells)),
-        f"bubble {_bubble(times):.1%}; {first}; {legend}, . idle",
+        f"bubble {bubble(schedule, pp, n_stages, n_microbatches):.1%}; {first}; {legend}, . idle",
     ]
