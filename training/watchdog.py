@@ -23,6 +23,8 @@ from training.log import Log
 from training.progress import LONG_PHASES, PHASES, Clock, Progress, as_ranges
 
 POLL_S = 1.0
+ANSWER_S = 5.0  # for the phases of the other ranks
+GRACE_S = 20.0  # from the report to the end of the process
 
 
 def dump_stacks(after_s: float) -> None:
@@ -34,7 +36,7 @@ class Watchdog:
     """Reports the phase of each rank after `timeout_s` without a finished step, and then ends the process.
 
     The first step of a launch, and every phase of progress.LONG_PHASES, may take `long_timeout_s`. A rank that suspects a hang publishes
-    its phase; rank 0 (another rank if 0 is gone) waits up to `answer_s` for the others and prints one line; `grace_s` later every rank
+    its phase; rank 0 (another rank if 0 is gone) waits up to ANSWER_S for the others and prints one line; GRACE_S later every rank
     dumps its stacks and exits. A step that finishes in between cancels this, and so does a confirmation by the replica group's server
     that the group waits for others (`last_waiting_for_others_s`: its time, on `clock`). `store`: a separate connection
     (`store.clone()`), since the loop may block in a shared one. `record`: saves the flight recorder, once per hang."""
@@ -54,16 +56,14 @@ class Watchdog:
         disarm: Callable[[], None] = faulthandler.cancel_dump_traceback_later,
         record: Callable[[], object] = lambda: None,
         last_waiting_for_others_s: Callable[[], float] = lambda: -math.inf,
-        answer_s: float = 5.0,
-        grace_s: float = 20.0,
     ) -> None:
         self._progress, self._store = progress, store
         self._global_rank, self._world_size = global_rank, world_size
         self._timeout_s, self._long_timeout_s = timeout_s, long_timeout_s
         self._log, self._clock, self._arm, self._disarm = log, clock, arm, disarm
         self._record, self._last_waiting_for_others_s = record, last_waiting_for_others_s
-        self._print_after_s = answer_s if global_rank == 0 else 2 * answer_s  # rank 0 is the first to print
-        self._ends_after_s = 2 * answer_s + grace_s
+        self._print_after_s = ANSWER_S if global_rank == 0 else 2 * ANSWER_S  # rank 0 is the first to print
+        self._ends_after_s = 2 * ANSWER_S + GRACE_S
         self._steps = 0  # finished since the launch
         self._waiting_since = self._last_poll = clock()
         self._suspected_at: float | None = None  # None: no hang is suspected

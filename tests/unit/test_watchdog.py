@@ -54,8 +54,6 @@ class Rank:
             disarm=self.abort.cancel,
             record=self.record,
             last_waiting_for_others_s=lambda: self.confirmed_s,
-            answer_s=5,
-            grace_s=20,
         )
         self.phases: list[AbstractContextManager[None]] = []
 
