@@ -81,10 +81,10 @@ def check_resume(config: RunConfig, changed: Collection[str], *, world_size: int
     path = beginning(checkpoint, folder)
     if path is None or training.dataset != "store":
         return
-    with suppress(OSError):  # a store that does not answer is reported by the ranks
-        store = ObjectStore(checkpoint.place(folder))
-        if is_url(checkpoint.folder) and store.is_ahead_of(folder / checkpoint.local_folder):
-            return
+    if is_url(checkpoint.folder):
+        with suppress(OSError):  # a store that does not answer is reported by the ranks
+            if ObjectStore(checkpoint.place(folder)).is_ahead_of(folder / checkpoint.local_folder):
+                return
     from training.checkpoint_dcp import read_values  # the import takes a second
 
     try:

@@ -105,9 +105,7 @@ class BatchLoader(ABC):
         except StopIteration:
             raise DataFailed("the data stream has no document of this split for this rank") from None
         except (OSError, ValueError) as error:  # of storage, network or format
-            cause = (str(error).splitlines() or [type(error).__name__])[
-                -1
-            ]  # of a worker: the last line of its traceback
+            *_, cause = str(error).splitlines() or [type(error).__name__]  # of a worker: the last line of its traceback
             raise DataFailed(f"reading data failed: {cause}") from error
         except Exception as error:  # of a worker or of this code: shown with its traceback
             raise RuntimeError(f"reading data failed: {error}") from error
