@@ -408,7 +408,8 @@ class LighthouseMachine:
             return True
         self._choose_kind(event.kind)
         self._choose_fingerprint(event, now_s)
-        problem = self.kind_problem(event.kind) or self._name_taken(event, now_s) or self._refuse_epoch(event, now_s)
+        # the epoch first: a group that is refused for it displaces no live id of its name
+        problem = self.kind_problem(event.kind) or self._refuse_epoch(event, now_s) or self._name_taken(event, now_s)
         mismatched = None if problem else fingerprint_problem(event, self._fingerprint)
         if mismatched and self.roster.claims and not self.roster.has_heard_a_member:  # until one returns, or takeover
             self.roster.mismatched[member.replica_id] = mismatched[1]
@@ -496,10 +497,13 @@ class LighthouseMachine:
 
     def _refuse_epoch(self, event: Call, now_s: float) -> Refusal:
         """Refuses a former member of a different epoch whose state is further than all settled steps: a heal would discard it. Its group
-        repeats the request until the job is as far, or until the groups of this epoch have left or may be taken over."""
-        member, takeover_s = event.member, self.config.times.takeover_s
+        repeats the request until the job is as far, or until the groups of this epoch have left or may be taken over. An operator's order
+        alone is not enough: while a claimant is heard, the job would continue from that one's state."""
+        member, roster, takeover_s = event.member, self.roster, self.config.times.takeover_s
         of_this = self._record is None or event.epoch in ("", self._epoch)
-        if of_this or member.step - 1 <= self._settled or self.roster.may_be_taken_over(now_s, takeover_s):
+        is_heard = any(claim.replica_id in roster.peers for claim in roster.claims.values())
+        may_continue = not is_heard and roster.may_be_taken_over(now_s, takeover_s)
+        if of_this or member.step - 1 <= self._settled or may_continue:
             return None
         self.roster.no_longer_members.pop(member.replica_id, None)
         has, here = (f"step {m.describe_step(step)}" for step in (member.step, self._settled))
