@@ -312,8 +312,10 @@ class LighthouseMachine:
         awaits_reports = self._state_file_lost and roster.takeover_until_s <= now_s < self._awaits_reports_until_s
         if awaits_reports and roster.kind == "pharos":
             names = self._reported.union(map(m.name_of, roster.candidates))  # an absent one may know a newer quorum
-            if self.quorum is None or not names.issuperset(map(m.name_of, self.quorum.ids)):
-                self.reason = "started without a state file: members of a running job are given time to report"
+            missing = sorted({*map(m.name_of, self.quorum.ids)} - names) if self.quorum else []
+            if self.quorum is None or missing:
+                of = f" (takeover_s); missing: {', '.join(missing[:3])}{', ...' if missing[3:] else ''}" if missing else ""
+                self.reason = f"started without a state file: members of a running job are given time to report{of}"
                 return
         least, join_s = self.config.min_replicas, self.config.join_timeout_s
         decision = decide(roster, now_s, settled=self._settled, min_replicas=least, join_timeout_s=join_s)
