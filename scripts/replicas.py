@@ -40,7 +40,6 @@ from scripts.launch_settings import (  # noqa: E402
     open_closed_streams,
     restart_delay_s,
     say,
-    stopped_early,
     under_lifeline,
 )
 from training.signals import SAME_SIGNAL_S, stop_signals  # noqa: E402
@@ -244,22 +243,19 @@ def main(argv: list[str]) -> int:
         return 1
     with closing(lock):
         ranks = len(devices[0]) or LaunchSettings.read(os.environ).nproc or 1
-        received = collect_signals(*stop_signals())
         try:
             env = environment(config.run_folder, number, ranks)
             lighthouse = LighthouseSupervisor(config, env, opens=OPEN in argv)
         except (OSError, RuntimeError) as error:
             say(str(error))
             return 1
-        if received:
-            lighthouse.close()
-            say(stopped_early(received[0][0]))
-            return 128 + received[0][0]
         env["TORCHFT_LIGHTHOUSE"], folder = lighthouse.address, config.run_folder / "groups"
         groups = [
             ReplicaSupervisor.local(str(name), rest, env, folder, restarts, visible)
             for name, visible in enumerate(devices)
         ]
+        # only now: until here a stop ends this process at once, even if the lighthouse hangs, which then gets SIGTERM (lifeline.py)
+        received = collect_signals(*stop_signals())
         code = run(groups, lighthouse, received, grace_s)
         return 128 + received[0][0] if code == STOPPED_EARLY and received else code
 

@@ -314,8 +314,9 @@ class LighthouseMachine:
             names = self._reported.union(map(m.name_of, roster.candidates))  # an absent one may know a newer quorum
             missing = sorted({*map(m.name_of, self.quorum.ids)} - names) if self.quorum else []
             if self.quorum is None or missing:
-                of = f" (takeover_s); missing: {', '.join(missing[:3])}{', ...' if missing[3:] else ''}" if missing else ""
-                self.reason = f"started without a state file: members of a running job are given time to report{of}"
+                self.reason = "started without a state file: members of a running job are given time to report"
+                if missing:
+                    self.reason += f" (takeover_s); missing: {', '.join(missing[:3])}{', ...' * (len(missing) > 3)}"
                 return
         least, join_s = self.config.min_replicas, self.config.join_timeout_s
         decision = decide(roster, now_s, settled=self._settled, min_replicas=least, join_timeout_s=join_s)

@@ -54,11 +54,12 @@ while how != "finish":
 LOAD = """\
 import types
 from pathlib import Path
+from ft.config import FaultTolerance
 
 def load(argv):
     if argv[0] != "job.toml":
         raise ValueError(f"{argv[0]}: no such file")
-    groups = types.SimpleNamespace(enable="--groups" in argv)
+    groups = FaultTolerance(enable="--groups" in argv)
     return types.SimpleNamespace(run_folder=Path("outputs/job"), fault_tolerance=groups)
 """
 CHECK = """\
@@ -109,10 +110,12 @@ def stub_torch(tree: Path) -> None:
 
 @pytest.fixture
 def start(tree: Path, cleanup: ExitStack) -> Start:
-    def start(*arguments: str, through: Sequence[str] = (), **env: str) -> subprocess.Popen[str]:
+    def start(
+        *arguments: str, script: str = "launch.py", through: Sequence[str] = (), **env: str
+    ) -> subprocess.Popen[str]:
         drop = {"OMP_NUM_THREADS", "PYTHONPATH", "CUDA_VISIBLE_DEVICES"}
         process = subprocess.Popen(
-            [*through, sys.executable, str(tree / "scripts" / "launch.py"), *arguments],
+            [*through, sys.executable, str(tree / "scripts" / script), *arguments],
             cwd=tree,
             env={**{name: value for name, value in os.environ.items() if name not in drop}, **env},
             stdin=subprocess.DEVNULL,
@@ -157,6 +160,18 @@ def test_a_stop_before_training_is_one_line(tree: Path, start: Start, number: si
     assert process.stdout is not None and process.stdout.read(7) == "imports"
     process.send_signal(number)
     assert end(process) == (code, "", f"pharos: stopped by {number.name} while no step was under way\n")
+
+
+@pytest.mark.usefixtures("stub_torch")
+def test_a_stop_ends_the_launch_of_groups_while_their_lighthouse_hangs(tree: Path, start: Start):
+    """As on a disk that does not answer."""
+    state_file = tree / "outputs" / "job" / "groups" / "lighthouse.json"
+    state_file.parent.mkdir(parents=True)
+    os.mkfifo(state_file)
+    process = start("job.toml", "--groups", "1", script="replicas.py")
+    with state_file.open("w"):  # when the lighthouse reads it
+        process.send_signal(signal.SIGINT)
+        assert end(process) == (130, "", "pharos: stopped by SIGINT while no step was under way\n")
 
 
 @pytest.mark.usefixtures("stub_torch")
