@@ -100,10 +100,14 @@ class QuorumRecord:
                     heal.quorum_id = 0
 
     def leave_behind(self, old: Quorum | None) -> None:
-        """Notifies members of the old quorum that are not in this one, and may be in a collective of the old one."""
+        """Notifies members of the old quorum that are not in this one, and may be in a collective of the old one; all of them, if its epoch
+        has given way to a reported one."""
         if old:
-            out = tuple(i for i in old.ids if i not in self._roster.previous and i in self._roster.peers)
-            why = f"quorum {self.quorum.quorum_id} was formed without this group"
+            same, quorum_id = old.epoch == self.quorum.epoch, self.quorum.quorum_id
+            out = tuple(i for i in old.ids if not (same and i in self._roster.previous) and i in self._roster.peers)
+            why = f"quorum {quorum_id} was formed without this group"
+            if not same:
+                why = f"the running job of epoch {self.quorum.epoch}, which a member has reported, continues with quorum {quorum_id}"
             self._notify(out, m.GenerationAborted(old.quorum_id, why))
 
     def bring_up_to_date(self, replica_id: str, known: Quorum | None) -> None:
