@@ -1,13 +1,11 @@
 """The fork server: a process with torch imported, which forks a child process for each generation of a process group (baby.ChildGroup).
 
 A trainer has one fork server, started with its first process group that uses children and kept until its end, so that no generation waits
-for an import. It starts no thread, and the pages of torch are shared. But forking so large a process, and the child's first writes to
-shared pages, take tens of milliseconds on a busy machine. So one child, the standby, is forked in advance, while no generation waits; it
-receives its socket when it is used. A child is ended reliably: Child.kill sends SIGKILL through a descriptor, so never to a process that
-reuses its pid. No child outlives the trainer: Linux kills the fork server with the thread that started it, and each child with that; on
-other systems all exit when their socket closes.
+for an import. It starts no thread, and the pages of torch are shared. A child is ended reliably: Child.kill sends SIGKILL through a
+descriptor, so never to a process that reuses its pid. No child outlives the trainer: Linux kills the fork server with the thread that
+started it, and each child with that; on other systems all exit when their socket closes.
 
-multiprocessing's fork server has no standby child, its children outlive it, and if it is suspended it blocks its caller.
+Children of multiprocessing's fork server outlive it, and if it is suspended it blocks its caller.
 """
 
 from __future__ import annotations
@@ -30,7 +28,7 @@ from ft.process_groups.errors import ProcessGroupError
 from ft.process_groups.sockets import exactly
 
 FORK, REAP, READY = b"fork", b"reap", b"ready"
-ANSWER_S = 10.0  # timeout of a request for a child, which takes milliseconds, or a fork
+ANSWER_S = 10.0  # timeout of a request for a child: a fork takes milliseconds
 PREPARE_S = 300.0  # timeout of the import of torch
 MAX_DESCRIPTORS = 8  # most descriptors of one message
 _HEAD = struct.Struct("<I")
@@ -148,7 +146,7 @@ class ForkServer:
             raise ProcessGroupError("the fork server for child processes dies or hangs before it has imported torch")
 
     def child(self) -> Child:
-        """Returns a new child: the standby, or one that is forked now. Raises ProcessGroupError."""
+        """Forks a child. Raises ProcessGroupError."""
         why = "the fork server dies or does not answer"
         for _ in range(2):
             self.prepare()

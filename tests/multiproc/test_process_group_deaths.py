@@ -223,21 +223,6 @@ def test_what_a_scheduler_sends_to_every_process_ends_no_child(fork_server: Fork
         each.end()
 
 
-def test_a_spare_child_that_is_gone_is_not_given(fork_server: ForkServer):
-    """It waits for its turn, and is killed by whoever looks for memory: the fork server forks another."""
-    fork_server.prepare()
-    at = fork_server.pid
-    [spare] = Path(f"/proc/{at}/task/{at}/children").read_text().split()
-    handle = os.pidfd_open(int(spare))
-    os.kill(int(spare), signal.SIGKILL)
-    assert select.select([handle], [], [], LIMIT_S)[0], "it has not ended"
-    os.close(handle)
-    child = fork_server.child()
-    assert (fork_server.pid, child.pid != int(spare)) == (at, True) and is_forked(child)
-    child.kill()
-    child.end()
-
-
 def test_a_child_that_fails_shows_why_and_what_a_fork_server_lacks_is_said(
     fork_server: ForkServer, capfd: pytest.CaptureFixture[str]
 ):
@@ -249,10 +234,9 @@ def test_a_child_that_fails_shows_why_and_what_a_fork_server_lacks_is_said(
     assert "has no attribute 'no_such_command'" in capfd.readouterr().err
     used = {int(path.name) for path in Path(f"/proc/{fork_server.pid}/fd").iterdir()}
     free = next(number for number in itertools.count() if number not in used)
-    resource.prlimit(fork_server.pid, resource.RLIMIT_NOFILE, (free + 1, free + 1))  # for the socket of one child
+    resource.prlimit(fork_server.pid, resource.RLIMIT_NOFILE, (free, free))
     with pytest.raises(ProcessGroupError, match="no child process: the fork server has no process or descriptor left"):
-        for _ in range(2):  # the first may be a spare child
-            fork_server.child().kill()
+        fork_server.child()
 
 
 def test_a_fork_server_that_is_stopped_is_ended_and_another_started(fork_server: ForkServer):

@@ -27,7 +27,7 @@ from ft.compat.process_groups import ErrorSwallowingProcessGroup
 from ft.process_groups.baby import ChildEngine, ProcessGroupBabyGloo, ProcessGroupBabyNCCL
 from ft.process_groups.base import Generation, GroupWork, ProcessGroup
 from ft.process_groups.errors import ProcessGroupError, RendezvousFailed
-from ft.process_groups.fork_server import Child, fork_server_of_this_process
+from ft.process_groups.fork_server import Child
 from ft.process_groups.forming import Rendezvous
 from ft.process_groups.gloo import GlooEngine, ProcessGroupGloo
 from ft.process_groups.nccl import ProcessGroupNCCL
@@ -450,11 +450,8 @@ def threads_left(most: int) -> int:
 
 
 def children() -> int:
-    """Of this process, and of those; once the fork server, if there is one, has its next spare child."""
-    fork_server, until_s = fork_server_of_this_process().pid, time.monotonic() + LIMIT_S
-    while (parents := parents_of_all()) and fork_server in parents and fork_server not in parents.values():
-        assert time.monotonic() < until_s, "the fork server makes no spare child"
-        time.sleep(0.01)
+    """Of this process, and of those."""
+    parents = parents_of_all()
     mine = [pid for pid, parent in parents.items() if parent == os.getpid()]
     return len(mine) + sum(parent in mine for parent in parents.values())
 
