@@ -240,10 +240,7 @@ class GroupWork(dist.Work):
             raise type(self._error)(*self._error.args) from self._error
         return True
 
-    def synchronize(self) -> None:
-        self.wait()
-
-    block_current_stream = synchronize
+    synchronize = block_current_stream = wait
 
     def get_future(self) -> Future[Any]:
         """Returns a future of the output tensors, set when they are complete in memory and may be read on any stream."""
@@ -308,7 +305,7 @@ class Generation:
             engine, self.engine = self.engine, None
             self.first_work.notify()
         assert engine is not None
-        reaper.take(partial(_end, [engine], self._watch, then), f"abandoned: {reason}")
+        reaper.take(partial(_end, engine, self._watch, then), f"abandoned: {reason}")
 
     def _keep_limit(self) -> None:
         while True:
@@ -326,9 +323,8 @@ class Generation:
             del oldest
 
 
-def _end(last_reference: list[Engine], watch: threading.Thread, then: Callable[[], None] | None) -> None:
-    last_reference[0].end()
-    last_reference.clear()  # drops the engine
+def _end(engine: Engine, watch: threading.Thread, then: Callable[[], None] | None) -> None:
+    engine.end()
     watch.join()
     if then is not None:
         try:
@@ -347,7 +343,7 @@ class Reaper:
         self._pending: dict[threading.Thread, str] = {}
 
     def take(self, end: Callable[[], object], what: str) -> None:
-        """Calls `end` in a thread, and returns at once. `what`: name in errors. `end` must drop the last reference to a native group."""
+        """Calls `end` in a thread, and returns at once. `what`: name in errors."""
         thread = threading.Thread(target=self._end, args=(end,), name="ft-reaper", daemon=True)
         with self._changed:
             self._pending[thread] = what
@@ -406,8 +402,8 @@ class ProcessGroup(Collectives):
         self._registered = self._torch_name = self._torch_desc = ""
 
     def prepare(self) -> None:
-        """Makes the local preparations of forming, such as the import of torch in a child process. `configure` does so, too, outside of
-        rendezvous_s; but other members may wait by then, so call it before this member is in a quorum."""
+        """Makes the local preparations of forming, such as the import of torch in a child process. `configure` does so, too; but other
+        members may wait by then, so call it before this member is in a quorum."""
 
     def configure(
         self,
@@ -426,15 +422,14 @@ class ProcessGroup(Collectives):
         `store`: "host:port/prefix" with a prefix for this generation only, the same on all members. `quorum_id`: names the generation for
         `interrupt`, larger than those before; 0: none. `fingerprint`: digests that must be equal on all members; the job's fingerprint is
         that of most `holders`, the ranks that have the state, or of most members if there are no holders. Raises as `wait_formed` does;
-        MustExit if too many old generations have not ended; ValueError for invalid arguments."""
+        MustExit if too many old generations have not ended; ProcessGroupError if a preparation fails; ValueError for invalid arguments."""
         if not 0 <= rank < size:
             raise ValueError(f"rank {rank} of {size}: must be from 0 to {size - 1}")
         parse(store)
         self.abandon("configured anew")
         self.reaper.check(self.rendezvous_s)  # on a busy machine a generation ends slowly
-        forming = Rendezvous(
-            self._build, store, rank, size, self.rendezvous_s, fingerprint, holders, prepare=self.prepare
-        )
+        self.prepare()
+        forming = Rendezvous(self._build, store, rank, size, self.rendezvous_s, fingerprint, holders)
         with self._lock:
             self._forming, self._rank, self._size, self._quorum_id = forming, rank, size, quorum_id
             if quorum_id and quorum_id == self._interrupted:

@@ -19,7 +19,6 @@ from datetime import timedelta
 from typing import Any, Protocol
 
 from ft.process_groups.errors import MustExit, ProcessGroupError, RendezvousFailed
-from ft.process_groups.fork_server import PREPARE_S
 from ft.process_groups.store import StoreClient
 from ft.protocol.messages import Fingerprint
 from ft.protocol.rules import fingerprint_mismatches
@@ -46,9 +45,8 @@ class Engine(Protocol):
 
 class Rendezvous:
     """One member's part in forming one generation. `build` runs in a thread and returns the engine; before it waits it registers a function
-    that interrupts it (`on_cancel`). `prepare` runs first, and does not count against the timeout `limit_s`. `address`: that of the store.
-    `rank`, `size`, `fingerprint`, `holders`: as in ProcessGroup.configure. `arguments`: all of these
-    but `build` and `prepare`, for a child process."""
+    that interrupts it (`on_cancel`). `limit_s`: timeout. `address`: that of the store. `rank`, `size`, `fingerprint`, `holders`: as in
+    ProcessGroup.configure. `arguments`: all of these but `build`, for a child process."""
 
     def __init__(
         self,
@@ -59,8 +57,6 @@ class Rendezvous:
         limit_s: float,
         fingerprint: Fingerprint = (),
         holders: Sequence[int] = (),
-        *,
-        prepare: Callable[[], None] = lambda: None,
     ) -> None:
         self.arguments = address, rank, size, limit_s, fingerprint, holders
         self.rank, self.size, self.limit_s = rank, size, limit_s
@@ -72,25 +68,20 @@ class Rendezvous:
         self._until_s = self.began_s + limit_s
         self._lock = threading.Lock()
         self._interrupts: list[Callable[[], object]] = []
-        self._prepared, self._over = threading.Event(), threading.Event()
+        self._over = threading.Event()
         self._engine: Engine | None = None
         self._error: Exception | None = None
         self._reason = ""
         # references of `build` are dropped when this thread ends
-        self._thread = threading.Thread(target=self._run, args=(prepare, build), name=f"ft-form-{rank}", daemon=True)
+        self._thread = threading.Thread(target=self._run, args=(build,), name=f"ft-form-{rank}", daemon=True)
 
     def start(self) -> None:
         self._thread.start()
 
-    def wait(self, limit_s: float, prepare_s: float = PREPARE_S) -> Engine:
-        """Returns the engine. Raises RendezvousFailed if it failed or was cancelled; cancels it if `prepare` takes longer than
-        prepare_s, or the rest longer than limit_s."""
+    def wait(self, limit_s: float) -> Engine:
+        """Returns the engine. Raises RendezvousFailed if it failed or was cancelled; cancels it if it takes longer than limit_s."""
         self.is_awaited = True
-        if not self._prepared.wait(prepare_s):
-            self.cancel(
-                f"its preparation (for a child process, the import of torch) has taken longer than {prepare_s:g} s"
-            )
-        elif not self._over.wait(limit_s):
+        if not self._over.wait(limit_s):
             self.cancel(f"has not formed within {limit_s:g} s")
         with self._lock:
             if self._engine is not None and not self.cancelled.is_set():
@@ -112,7 +103,7 @@ class Rendezvous:
             self._reason = self._reason or reason
             self.cancelled.set()
             interrupts = list(self._interrupts)
-        self._end_waiting()
+        self._over.set()
         for interrupt in interrupts:
             interrupt()
 
@@ -139,10 +130,8 @@ class Rendezvous:
             engine.interrupt()
             engine.end()
 
-    def _run(self, prepare: Callable[[], None], build: Callable[[Rendezvous], Engine]) -> None:
+    def _run(self, build: Callable[[Rendezvous], Engine]) -> None:
         try:
-            prepare()
-            self._prepared.set()
             engine = build(self)
         except Exception as error:  # noqa: BLE001 (torch raises any type; `wait` has the error)
             self._error = error if isinstance(error, ProcessGroupError) else ProcessGroupError(str(error))
@@ -152,12 +141,8 @@ class Rendezvous:
             with self._lock:
                 self._engine = engine
             del engine  # this thread must not drop a native group
-        self._end_waiting()
-        self._interrupts.clear()
-
-    def _end_waiting(self) -> None:
         self._over.set()
-        self._prepared.set()
+        self._interrupts.clear()
 
     def left_s(self) -> float:
         """Seconds that are left until the timeout, at least 0.05."""

@@ -385,17 +385,6 @@ def test_who_is_absent_is_named():
     assert absent == failure.value.absent == (0, 2)
 
 
-def test_a_preparation_that_takes_too_long_is_told_from_forming():
-    ready = threading.Event()
-    given: tuple[Any, ...] = (lambda it: FakeEngine(), "127.0.0.1:1/slow", 0, 1, 0.1)
-    rendezvous = Rendezvous(*given, prepare=lambda: (ready.wait(), None)[1])
-    rendezvous.start()
-    with pytest.raises(RendezvousFailed, match=r"its preparation .* has taken longer than 0\.01 s"):
-        rendezvous.wait(60.0, prepare_s=0.01)
-    ready.set()
-    rendezvous.end()
-
-
 def test_a_channel_carries_messages_and_descriptors():
     channel, theirs = Channel.pair()
     other = Channel(theirs)
