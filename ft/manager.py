@@ -313,16 +313,7 @@ class Manager:
         telemetry.step_seconds.append(now_s - telemetry.committed_at_s)
         telemetry.committed_at_s, telemetry.first_began_s, telemetry.mean_loss = now_s, math.inf, effect.mean_loss
         self.may_exit = self.may_exit or effect.leave
-        return Commit(
-            effect.divisor,
-            effect.contributors,
-            effect.mean_loss,
-            effect.quorum_size,
-            effect.slots,
-            effect.holes,
-            effect.skipped,
-            effect.rewound,
-        )
+        return effect
 
     def skip(self, slots: Sequence[int]) -> None:
         self._feed(m.Skipped(tuple(slots)))

@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from ft.protocol.messages import STEPS_PER_BRANCH, Rewound
+from ft.protocol.messages import STEPS_PER_BRANCH, Commit, Rewound
 
 
 @dataclass(frozen=True)
@@ -34,20 +34,6 @@ class StepTotals:
     tokens_per_slot: Sequence[float]
     loss_sum: float  # nats over those tokens
     ok: bool
-
-
-@dataclass(frozen=True)
-class Commit:
-    """A committed step: the trainer divides the gradients by `divisor` and applies them."""
-
-    divisor: float  # valid tokens over all contributors
-    contributors: tuple[int, ...]  # replica ranks
-    mean_loss: float  # nats per token, the same in every group
-    quorum_size: int
-    slots: tuple[tuple[int, str], ...]  # slot and replica ID of each contribution; "solo": without replica groups
-    holes: tuple[int, ...]  # slots that were assigned so far and are in no commit yet
-    skipped: tuple[tuple[int, int], ...] = ()  # ranges of positions that this step leaves out for good
-    rewound: Rewound | None = None  # of the first step of a branch: how it began
 
 
 class Stopped(RuntimeError):

@@ -759,19 +759,25 @@ class Fence(Effect):
     step: int
 
 
-class CommitStep(Effect):
-    """Divide the gradients by `divisor`, step the optimizer. held: the gradients are those that HoldSums kept, not those just reduced."""
+@dataclass(frozen=True)
+class Commit:
+    """A committed step: the trainer divides the gradients by `divisor` and applies them."""
 
-    step: int  # number of the step that this commits
-    commit_id: str
-    divisor: float
-    contributors: tuple[int, ...]  # replica ranks of the groups that contributed
-    mean_loss: float
+    divisor: float  # valid tokens over all contributors
+    contributors: tuple[int, ...]  # replica ranks
+    mean_loss: float  # nats per token, the same in every group
     quorum_size: int
-    slots: tuple[tuple[int, str], ...] = ()  # (slot, replica_id) of each slot that contributed
-    holes: tuple[int, ...] = ()  # slots that were assigned and are in no commit yet
-    skipped: tuple[tuple[int, int], ...] = ()  # ranges of positions that are left out for good
+    slots: tuple[tuple[int, str], ...]  # slot and replica ID of each contribution; "solo": without replica groups
+    holes: tuple[int, ...]  # slots that were assigned so far and are in no commit yet
+    skipped: tuple[tuple[int, int], ...] = ()  # ranges of positions that this step leaves out for good
     rewound: Rewound | None = None  # of the first step of a branch: how it began
+
+
+class CommitStep(Commit, Effect):
+    """Give the trainer this commit. held: the gradients are those that HoldSums kept, not those just reduced."""
+
+    step: int = field(kw_only=True)  # number of the step that this commits
+    commit_id: str = field(kw_only=True)
     held: bool = False
     leave: bool = False  # True: this is the group's last step, and the others know that it leaves
 
