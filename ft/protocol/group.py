@@ -302,7 +302,7 @@ class GroupMachine:
             return
         if stale := self._stale(vote):
             self.reason = stale
-            self._out.append(m.FailRank(vote.group_rank, "STALE", stale))
+            self._out.append(m.FailRank(vote.group_rank, "STALE", stale, key))
             return
         votes = self._votes.setdefault(key, {})
         before = votes.get(vote.group_rank)

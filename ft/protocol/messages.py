@@ -515,6 +515,7 @@ class FailRank(Effect):
     group_rank: int
     code: Literal["INVALID_ARGUMENT", "ALREADY_EXISTS", "UNAVAILABLE", "FAILED_PRECONDITION", "STALE"]
     reason: str
+    vote_key: VoteKey | None = None  # None: the quorum request
 
 
 class Waits(Effect):

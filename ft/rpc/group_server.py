@@ -20,6 +20,7 @@ import sys
 from collections.abc import Callable, Collection, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -184,10 +185,8 @@ class GroupService:
         self.config, self._end = config, end
         self.processes: dict[int, Process] = {}  # group_rank -> trainer process, if on this host
         self._pending = PendingCalls(self._on_cancelled)  # by CallKey
-        self._feeding: tuple[CallKey, Pending] | None = None  # call that is being fed to the machine
         self._streams: dict[int, Outbox] = {}  # by group_rank
         self._reports = RankReports(config.world_size)
-        self._voted: tuple[m.Outcome | None, bytes] = (None, b"")  # newest outcome, and its message
         self._last_report = pharos_pb2.Report()  # newest report sent to the lighthouse
         self._dying_since_s: float | None = None  # since when a killed trainer has not been gone
         self._rejoined_after = 0  # id of the quorum in which the newest rejoin was requested
@@ -245,16 +244,7 @@ class GroupService:
 
     async def ask(self, key: CallKey, event: m.Event) -> bytes:
         """Feeds a rank's quorum request or vote, and waits for the answer."""
-        pending = Pending()
-
-        def feed() -> None:
-            self._feeding = key, pending
-            try:
-                self.driver.feed(event)
-            finally:
-                self._feeding = None
-
-        return await self._pending.wait(key, f"rank {key[0]}", pending, feed)
+        return await self._pending.wait(key, f"rank {key[0]}", Pending(), partial(self.driver.feed, event))
 
     def _on_cancelled(self, key: CallKey) -> None:
         if key[1] is None:  # a vote needs no such event, since it may be cast again
@@ -366,21 +356,12 @@ class GroupService:
             pending.give(reply.SerializeToString())
 
     def _answer_vote(self, effect: m.AnswerVote) -> None:
-        outcome = effect.outcome
-        if outcome is not self._voted[0]:  # made once for all ranks
-            self._voted = outcome, codec.to_message(outcome).SerializeToString()
-        for pending in self._pending.pop((effect.group_rank, outcome.key), []):
-            pending.give(self._voted[1])
+        for pending in self._pending.pop((effect.group_rank, effect.outcome.key), []):
+            pending.give(codec.to_message(effect.outcome).SerializeToString())
 
     def _fail_rank(self, effect: m.FailRank) -> None:
-        """Fails the vote that is being fed, if it is this rank's; else the rank's quorum request."""
-        error = refused(effect.code, effect.reason)
-        if self._feeding and self._feeding[0][0] == effect.group_rank:
-            self._feeding[1].fail(error)
-            if self._feeding[0][1] is not None:
-                return
-        for pending in self._pending.pop((effect.group_rank, None), []):
-            pending.fail(error)
+        for pending in self._pending.pop((effect.group_rank, effect.vote_key), []):
+            pending.fail(refused(effect.code, effect.reason))
 
     def _send_down(self, ranks: Iterable[int], **down: Any) -> None:
         message = pharos_pb2.RankDown(**down).SerializeToString()

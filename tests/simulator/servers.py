@@ -279,7 +279,6 @@ class GroupNode:
         self._asked = 0
         # by (group_rank, vote_key), or (group_rank, None) for a quorum
         self._waiting: dict[tuple[int, m.VoteKey | None], list[Call]] = {}
-        self._newest: tuple[int, m.VoteKey | None] = (0, None)
         self._rank_streams: dict[int, End] = {}
         self.inside = Inside(self.world, world_size)
         self.unreadable = False  # the checkpoint that it goes back to
@@ -346,7 +345,6 @@ class GroupNode:
         self._waiting.setdefault(place, []).append(call)
         if isinstance(event, m.RankCall):  # a vote that is given up is simply asked again
             call.at_cancel = lambda: self._cancelled(place, call)
-        self._newest = place
         self.feed(event)
 
     def _cancelled(self, place: tuple[int, m.VoteKey | None], call: Call) -> None:
@@ -366,8 +364,7 @@ class GroupNode:
         self._answer(effect.group_rank, effect.outcome.key, effect.outcome)
 
     def _fail_rank(self, effect: m.FailRank) -> None:
-        vote_key = self._newest[1] if effect.code == "STALE" else None
-        self._answer(effect.group_rank, vote_key, m.QuorumFailed(f"{effect.code}: {effect.reason}"))
+        self._answer(effect.group_rank, effect.vote_key, m.QuorumFailed(f"{effect.code}: {effect.reason}"))
 
     def _opened(self, hello: m.RankStream, end: End) -> None:
         end.closed = lambda: self.feed(m.RankStream(hello.group_rank, open=False))
