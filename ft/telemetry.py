@@ -146,10 +146,8 @@ class ManagerTelemetry:
         members, sources = quorum.members, [quorum.members[source.replica_rank] for source in quorum.sources]
         healing = [name_of(member) for member in members if member not in quorum.participants]
         self.event("quorum", quorum_id=quorum.quorum_id, groups=[*map(name_of, members)], healing=healing)
-        at = m.step_of(quorum.reference[0]) * self._inner_steps
-        branch = quorum.reference[0] // m.STEPS_PER_BRANCH
-        of_branch = f" of branch {branch}" if branch else ""
-        text = f"quorum {quorum.quorum_id} at step {at}{of_branch}: {len(members)} groups ({', '.join(map(name_of, members))})"
+        at = m.describe_step(quorum.reference[0], self._inner_steps)
+        text = f"quorum {quorum.quorum_id} at step {at}: {len(members)} groups ({', '.join(map(name_of, members))})"
         if quorum.heal:
             self.event("heal", sources=[*map(name_of, sources)])
             text += f"; this group heals from {' and '.join(sources)}"

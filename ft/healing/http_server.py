@@ -26,6 +26,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from http import HTTPStatus
 
 from ft.healing.capture import StagingBuffer
 from ft.healing.format import DIGEST_BYTES, chunk_digest
@@ -41,7 +42,6 @@ _REQUEST = re.compile(r"(GET|POST) (/[!-~]{0,255}) HTTP/1\.[01]")
 _FIELD = re.compile(r"([!#$%&'*+.^_`|~0-9A-Za-z-]{1,64}):[ \t]*([\t -~]*?)[ \t]*")
 _PATH = re.compile(r"/heal/(\d{1,18})/(\d{1,18})/(header|body|digests|done)", re.ASCII)
 _JOINER = re.compile(r"[\w.:-]{1,128}", re.ASCII)
-_PHRASES = {200: "OK", 206: "Partial Content", 401: "Unauthorized", 404: "Not Found", 410: "Gone"}
 log = logging.getLogger("pharos.healing")
 
 
@@ -274,8 +274,7 @@ class _Connection:
 
     def _reply(self, status: int, length: int, field: str = "") -> None:
         field = "WWW-Authenticate: Bearer\r\n" if status == 401 else field
-        phrase = _PHRASES.get(status, "Refused")
-        self._send(f"HTTP/1.1 {status} {phrase}\r\nContent-Length: {length}\r\n{field}\r\n".encode())
+        self._send(f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\nContent-Length: {length}\r\n{field}\r\n".encode())
 
     def _send(self, *parts: bytes | memoryview) -> None:
         """Sends all parts. Raises TimeoutError, an OSError, if the joiner receives nothing for silence_s."""

@@ -288,7 +288,7 @@ class HttpFetch:
             connection.close()
 
     def _header_of(self, connection: SourceConnection) -> bytes:
-        deadline = time.monotonic() + self._config.offer_wait_s
+        deadline = time.monotonic() + self._config.heal_grace_s
         connection.connect(self._config.heal_grace_s)
         while (length := connection.request("GET", "header")) < 0:
             if time.monotonic() > deadline:

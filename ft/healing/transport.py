@@ -74,9 +74,9 @@ class HealConfig:
     """Limits of healing for one rank; heal_copy_bytes and heal_grace_s come from [fault_tolerance]."""
 
     heal_copy_bytes: int = 256 << 20  # most bytes that are copied aside for joiners at a commit
-    heal_grace_s: float = 30.0  # longest wait of a commit until no more is needed; timeout of a silent connection
+    # longest wait of a commit until no more is needed, and of a joiner for an offer; timeout of a silent connection
+    heal_grace_s: float = 30.0
     heal_streams: int = 2  # connections to a single source: one alone is limited by the core that serves it
-    offer_wait_s: float = 30.0  # longest wait of a joiner for an offer that is not made yet
 
 
 @dataclass(frozen=True)

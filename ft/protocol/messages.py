@@ -173,9 +173,10 @@ def step_of(step: int) -> int:
     return step % STEPS_PER_BRANCH if step > VOID else VOID
 
 
-def describe_step(step: int) -> str:
-    """Returns "7", or "7 of branch 2"."""
-    return f"{step_of(step)} of branch {step // STEPS_PER_BRANCH}" if step >= STEPS_PER_BRANCH else str(step)
+def describe_step(step: int, inner_steps: int = 1) -> str:
+    """Returns "7", or "7 of branch 2". `inner_steps`: optimizer steps in a step of the protocol."""
+    at = str(step_of(step) * inner_steps)
+    return f"{at} of branch {step // STEPS_PER_BRANCH}" if step >= STEPS_PER_BRANCH else at
 
 
 def name_of(replica_id: str) -> str:

@@ -90,17 +90,13 @@ class Access:
 
 def find_token(file: Path | None, text: str) -> str:
     """Returns the token in the first line of `file`, else `text`, the value of PHAROS_TOKEN; may be empty. Raises ValueError."""
-    if not file:
-        return check_token(text, "PHAROS_TOKEN") if text else ""
-    try:
-        token = file.read_text(encoding="utf-8").partition("\n")[0].strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"no token in {file}: {error}") from None
-    return check_token(token, str(file))
-
-
-def check_token(token: str, source: str) -> str:
-    if len(token) < MIN_TOKEN or not re.fullmatch(r"[!-~]+", token):
+    token, source = text, str(file or "PHAROS_TOKEN")
+    if file:
+        try:
+            token = file.read_text(encoding="utf-8").partition("\n")[0].strip()
+        except (OSError, UnicodeDecodeError) as error:
+            raise ValueError(f"no token in {file}: {error}") from None
+    if (file or text) and (len(token) < MIN_TOKEN or not re.fullmatch(r"[!-~]+", token)):
         raise ValueError(f"the token of {source} must have at least {MIN_TOKEN} printable characters without spaces")
     return token
 

@@ -16,7 +16,7 @@ from tests.healing.states import Group
 
 TOKEN = Access(token="a token of the test's own")
 ONE_STREAM = HealConfig(heal_streams=1)  # so that what passes a proxy has an order
-QUICK = HealConfig(heal_streams=1, heal_copy_bytes=0, heal_grace_s=0.5, offer_wait_s=0.5)
+QUICK = HealConfig(heal_streams=1, heal_copy_bytes=0, heal_grace_s=0.5)
 MIB = 1 << 20
 
 
