@@ -110,6 +110,11 @@ def stub_torch(tree: Path) -> None:
 
 @pytest.fixture
 def start(tree: Path, cleanup: ExitStack) -> Start:
+    before = signal.signal(
+        signal.SIGINT, signal.default_int_handler
+    )  # else ignored, also here, in a script's background
+    cleanup.callback(signal.signal, signal.SIGINT, before)
+
     def start(
         *arguments: str, script: str = "launch.py", through: Sequence[str] = (), **env: str
     ) -> subprocess.Popen[str]:
@@ -154,7 +159,7 @@ def test_a_letter_that_the_terminal_lacks_is_escaped_there_and_whole_in_the_log(
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_stop_before_training_is_one_line(tree: Path, start: Start, number: signal.Signals, code: int):
-    # not signal.pause(): it would wait for ever for a signal that comes just before it
+    # not signal.pause(): it would wait for ever for a signal that comes just before
     (tree / "torch.py").write_text("import os; os.write(1, b'imports')\nwhile True: pass")
     process = start("job.toml", "finish")
     assert process.stdout is not None and process.stdout.read(7) == "imports"

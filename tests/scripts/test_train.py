@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from bench.job import rows as all_rows
-from tests.scripts.tiny_job import ENV, ROOT, Started
+from bench.job import until
+from tests.scripts.tiny_job import ENV, ROOT, WAIT_S, Started
 from tests.unit.data_corpus import write_jsonl
 
 pytestmark = pytest.mark.timeout(300)  # several starts in one test, each with an import of torch
@@ -62,9 +63,9 @@ class Job(Started):
         super().__init__(command, folder / f"{self.mark}.txt", cwd=folder, **env)
 
     def end(self) -> int:
-        """The exit code. Nothing of the job lives on."""
+        """The exit code. Nothing of the job lives on; a process may see only then that its parent has ended."""
         code = super().end()
-        assert not list(self._left_over()), self.text
+        until(f"the end of all processes:\n{self.text}", lambda: not list(self._left_over()), WAIT_S)
         return code
 
     def _left_over(self) -> Iterator[str]:
