@@ -450,7 +450,7 @@ def threads_left(most: int) -> int:
 
 
 def children() -> int:
-    """Of this process, and of those."""
+    """Counts the children of this process and their children."""
     parents = parents_of_all()
     mine = [pid for pid, parent in parents.items() if parent == os.getpid()]
     return len(mine) + sum(parent in mine for parent in parents.values())

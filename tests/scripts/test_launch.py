@@ -169,7 +169,7 @@ def test_a_stop_before_training_is_one_line(tree: Path, start: Start, number: si
 
 @pytest.mark.usefixtures("stub_torch")
 def test_a_stop_ends_the_launch_of_groups_while_their_lighthouse_hangs(tree: Path, start: Start):
-    """As on a disk that does not answer."""
+    """The state file is a pipe that nobody writes to, like one on a disk that does not answer."""
     state_file = tree / "outputs" / "job" / "groups" / "lighthouse.json"
     state_file.parent.mkdir(parents=True)
     os.mkfifo(state_file)

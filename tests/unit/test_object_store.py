@@ -170,7 +170,7 @@ def test_an_interrupted_fetch_goes_on(store: ObjectStore, tmp_path: Path):
 
 
 def test_a_fetch_leaves_nothing_of_an_earlier_step_and_replaces_no_equal_one(store: ObjectStore, tmp_path: Path):
-    """Of groups that share a folder and fetch at the same time, the first is read while the second ends."""
+    """Two groups share a folder and fetch at the same time: the copy of the first is read while the second ends."""
     for step in (4, 6):
         store.put(checkpoint(tmp_path / "here", step))
 

@@ -7,6 +7,7 @@ step: use at least one worker for a remote stream."""
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
@@ -128,6 +129,9 @@ class StreamingLoader(BatchLoader):
         self._key = f"rank {sampler.dp_rank} of {sampler.dp_size}"
         self._rows: Iterator[np.ndarray] | None = None
         self._workers = workers = config.dataloader.num_workers
+        warnings.filterwarnings(
+            "ignore", "'set_vital' is deprecated"
+        )  # torchdata 0.11 calls it, which torch 2.13 warns of
         self._loader = StatefulDataLoader(
             PackedStream(stream, tokenizer, config, buckets_of(split, config.dataset_held_out)),
             batch_size=sampler.local_batch_size,
