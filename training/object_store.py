@@ -171,8 +171,8 @@ class ObjectStore:
         present, name = self.objects().get(step, {}), f"-fetch{fetcher and f'.{fetcher}'}-0"
         is_begun = files.step_folder(folder, step, f".partial{name}").exists()
         partial = files.begin(folder, step, name, keep=True)
-        for other in set(folder.glob("step-*")) - {partial}:
-            if other.name.endswith(f".partial{name}"):
+        for other in folder.glob("step-*"):
+            if other != partial and other.name.endswith(f".partial{name}"):
                 shutil.rmtree(other)  # the disk may have no room for both
 
         def fetch_segment(segment: files.FileSegment) -> int:

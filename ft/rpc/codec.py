@@ -85,11 +85,16 @@ class _Converter:
         pairs = {name: _field_pair(name, hints[name]) for name in self.names}
         self.fillers = {name: fill for name, (fill, _) in pairs.items() if fill}
         self.decoders = tuple((name, decode) for name, (_, decode) in pairs.items() if decode)
+        self.plain = tuple(x for x in self.names if x not in self.fillers and x not in self.optional and x != "reason")
+        self.others = tuple(x for x in self.names if x not in self.plain)
 
     def fill(self, message: Any, value: Any) -> Any:
         """Fills an empty message. Fields with proto3's default are not set."""
         values = vars(value)
-        for name in self.names:
+        for name in self.plain:  # a loop of its own: a quarter less time for a member of a quorum
+            if item := values[name]:
+                setattr(message, name, item)
+        for name in self.others:
             item = values[name]
             if item or (item is not None and name in self.optional):
                 if filler := self.fillers.get(name):

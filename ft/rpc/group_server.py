@@ -187,6 +187,7 @@ class GroupService:
         self._pending = PendingCalls(self._on_cancelled)  # by CallKey
         self._streams: dict[int, Outbox] = {}  # by group_rank
         self._reports = RankReports(config.world_size)
+        self._voted: tuple[m.Outcome | None, bytes] = (None, b"")  # newest outcome, and its message
         self._last_report = pharos_pb2.Report()  # newest report sent to the lighthouse
         self._dying_since_s: float | None = None  # since when a killed trainer has not been gone
         self._rejoined_after = 0  # id of the quorum in which the newest rejoin was requested
@@ -356,8 +357,11 @@ class GroupService:
             pending.give(reply.SerializeToString())
 
     def _answer_vote(self, effect: m.AnswerVote) -> None:
-        for pending in self._pending.pop((effect.group_rank, effect.outcome.key), []):
-            pending.give(codec.to_message(effect.outcome).SerializeToString())
+        outcome = effect.outcome
+        if outcome is not self._voted[0]:  # made once for all ranks
+            self._voted = outcome, codec.to_message(outcome).SerializeToString()
+        for pending in self._pending.pop((effect.group_rank, outcome.key), []):
+            pending.give(self._voted[1])
 
     def _fail_rank(self, effect: m.FailRank) -> None:
         for pending in self._pending.pop((effect.group_rank, effect.vote_key), []):

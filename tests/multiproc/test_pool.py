@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
@@ -51,20 +52,14 @@ def interrupts(pid: int, one_is_dead: bool) -> None:
     pids = [0, 0]
     dist.all_gather_object(pids, os.getpid())
     if dist.get_rank() == 0:
-        while one_is_dead and is_there(pids[1]):
-            os.sched_yield()
+        with contextlib.suppress(ProcessLookupError):
+            while one_is_dead:
+                os.kill(pids[1], 0)
+                os.sched_yield()
         os.kill(pid, signal.SIGUSR1)
     elif one_is_dead:
         os.kill(os.getpid(), signal.SIGKILL)
     signal.pause()
-
-
-def is_there(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return True
 
 
 def one_never_comes() -> None:

@@ -129,9 +129,8 @@ class StreamingLoader(BatchLoader):
         self._key = f"rank {sampler.dp_rank} of {sampler.dp_size}"
         self._rows: Iterator[np.ndarray] | None = None
         self._workers = workers = config.dataloader.num_workers
-        warnings.filterwarnings(
-            "ignore", "'set_vital' is deprecated"
-        )  # torchdata 0.11 calls it, which torch 2.13 warns of
+        # torchdata 0.11 makes this call, and torch 2.13 warns of it
+        warnings.filterwarnings("ignore", "'set_vital' is deprecated")
         self._loader = StatefulDataLoader(
             PackedStream(stream, tokenizer, config, buckets_of(split, config.dataset_held_out)),
             batch_size=sampler.local_batch_size,
