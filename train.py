@@ -210,9 +210,9 @@ class Run(Components):
         see the same commit, so all do."""
         size = self.slot_size * self.inner_steps
         assigned_until = max([slot for slot, _ in commit.slots] + list(commit.holes), default=-size) + size
-        left = (self.config.training.steps - step) // self.inner_steps
+        training, left = self.config.training, (self.config.training.steps - step) // self.inner_steps
         slots = max(commit.quorum_size, len(commit.slots)) * min(STEPS_TO_STOP, left)
-        if assigned_until + slots * size > end and not self.budgets_end:
+        if slots * size > training.sequences_left(assigned_until, end, size) and not self.budgets_end:
             self.budgets_end = True
             if self.world.global_rank == 0:
                 self.log.warning("data: the budgets of training.sources end at sequence %d: the run stops", end)

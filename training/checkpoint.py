@@ -35,9 +35,9 @@ from training.checkpoint_files import (
 )
 from training.config import readable
 from training.log import Log
-from training.object_store import ObjectStore, Uploader, is_url
+from training.object_store import ObjectStore, Uploader, fetch_suffix, is_url
 from training.progress import Bar, Clock, as_ranges
-from training.writer_lease import UncheckedLease, WriterLease
+from training.writer_lease import LeavingLease, SoloLease, WriterLease
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint._state_dict_stager import StateDictStager
@@ -197,7 +197,7 @@ class Checkpointer:
         self.place = config.place(run_folder)
         self.saving: Future[None] | None = None  # a save in the background, until `wait`
         self._config, self._states, self._log, self._clock = config, states, log, clock
-        self._computed, self._lease = computed, lease or UncheckedLease()
+        self._computed, self._lease = computed, lease or SoloLease()
         self._ranks, self._on_stage = ranks or RankCollectives(), on_stage
         self._in_thread = in_thread or (
             lambda work: threading.Thread(target=work, name="checkpoint-scan", daemon=True).start()
@@ -279,7 +279,7 @@ class Checkpointer:
 
     def save(self, step: int, *, branch: int = 0, last: bool = False, settled: bool = True) -> float:
         """Saves the states as `step`, due or not; returns the seconds that the caller was blocked. `branch`: how often the run has gone
-        back to a checkpoint. `last`: the run ends with this step. Not `settled`: see UncheckedLease; nothing can be saved after it. Does
+        back to a checkpoint. `last`: the run ends with this step. Not `settled`: see LeavingLease; nothing can be saved after it. Does
         nothing if saving is disabled, the step is saved already, or another group is the writer. Async modes write in the background; a
         later call raises its CheckpointFailed."""
         began = time.perf_counter()
@@ -288,7 +288,9 @@ class Checkpointer:
         model_only = last and self._config.last_save_model_only
         if self._saves_enabled and (model_only or step != self._saved_full_step):
             if not settled:
-                self._lease = UncheckedLease(settled=False)
+                self._lease = LeavingLease()
+                if self._uploader is not None:
+                    self._uploader.lease = self._lease
             if model_only:
                 dtype = getattr(torch, self._config.export_dtype)
                 weights = {
@@ -312,7 +314,7 @@ class Checkpointer:
     def save_seed(self, planner: StreamingPlanner | None = None) -> None:
         """Saves only the weights, as step 0, bit for bit. Raises CheckpointFailed. `planner`: see checkpoint_dcp.py."""
         self.wait()
-        self._lease = UncheckedLease()  # no quorum is needed to write it
+        self._lease = SoloLease()  # no quorum is needed to write it
         self._write(0, 0, "model", {"model": self._states["model"].state_dict()}, planner)
         while not self.wait_uploaded():
             pass
@@ -411,6 +413,8 @@ class Checkpointer:
         else:
             if damaged and not files.list_steps(self.folder):
                 raise CheckpointFailed(f"checkpoint: no checkpoint in {self.place} is intact ({'; '.join(damaged)})")
+        for step in stored:  # what an earlier launch had begun to copy, if it is not needed any more
+            files.discard(self.folder, step, fetch_suffix(self._fetcher))
         if self._saves_enabled and not self._uploader.done and not self._uploader.in_use:  # none is on its way
             self._uploader.tidy()
 
@@ -624,7 +628,8 @@ class Checkpointer:
         try:
             in_use, damaged = self._uploader.in_use if self._uploader else (), self._damaged.keys() - {step}
             keep = self._config.keep_latest_k
-            files.prune(self.folder, keep, written=step, branch=branch, damaged=damaged, in_use=in_use)
+            if lease.settled:
+                files.prune(self.folder, keep, written=step, branch=branch, damaged=damaged, in_use=in_use)
         except OSError as error:
             self._log.warning("checkpoint: older ones could not be removed: %s", files.reason(error))
         if lease.shared:

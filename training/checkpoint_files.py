@@ -82,7 +82,7 @@ class FileSegment(NamedTuple):
 
 @dataclass(frozen=True)
 class Manifest:
-    """Contents of a checkpoint. `kind`: "full" resumes; "model" has only weights (an export, the seed). `settled`: see UncheckedLease."""
+    """Contents of a checkpoint. `kind`: "full" resumes; "model" has only weights (an export, the seed). `settled`: see LeavingLease."""
 
     step: int
     kind: str

@@ -161,6 +161,15 @@ class TrainingConfig:
         """Returns the sequences of one step of a replica group with so many data-parallel ranks."""
         return self.local_batch_size * data_parallel if self.global_batch_size == -1 else self.global_batch_size
 
+    def sequences_left(self, position: int, end: int, slot_size: int) -> int:
+        """Returns the sequences from `position`, where a slot begins, to `end`, less those of slots that `skip` leaves out (Ledger)."""
+        left = end - position
+        for span in self.skip:
+            if not span.source and span.end > position:
+                first = position + max(0, span.first - position) // slot_size * slot_size
+                left -= max(0, min(position - (position - span.end) // slot_size * slot_size, end) - first)
+        return left
+
     def check(self) -> None:
         for index, source in enumerate(self.sources):
             source.check(f"training.sources[{index}]")

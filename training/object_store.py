@@ -33,7 +33,7 @@ from training.config import need
 from training.durable_files import replace_file
 from training.log import Log
 from training.progress import Clock, duration
-from training.writer_lease import WriterLease
+from training.writer_lease import FETCH, WriterLease
 
 RETRY_S = 30.0  # from a failed upload to its retry
 FETCHES = 8  # segments of a checkpoint that are fetched at once; each takes twice its size of memory
@@ -168,7 +168,7 @@ class ObjectStore:
 
         if is_there():
             return target
-        present, name = self.objects().get(step, {}), f"-fetch{fetcher and f'.{fetcher}'}-0"
+        present, name = self.objects().get(step, {}), fetch_suffix(fetcher)
         is_begun = files.step_folder(folder, step, f".partial{name}").exists()
         partial = files.begin(folder, step, name, keep=True)
         for other in folder.glob("step-*"):
@@ -335,7 +335,7 @@ class Uploader:
         self.replaceable = set[int]()  # steps of this run's own that it may put again
         self.abandoned = dict[int, Manifest]()  # checkpoints in the store that are set aside before the next one is put
         self._folder, self._keep, self._beside = folder, keep, beside
-        self._lease, self._log, self._report = lease, log, report
+        self.lease, self._log, self._report = lease, log, report
         self._clock, self._retry_s = clock, retry_s
         self._changed = threading.Condition()
         self._busy: int | None = None  # step that is on its way
@@ -439,7 +439,7 @@ class Uploader:
 
     def _try(self, step: int) -> str:
         """Puts a step into the store and removes outdated ones there. Returns why it failed, or ""."""
-        began, lease = time.perf_counter(), self._lease
+        began, lease = time.perf_counter(), self.lease
 
         def replaces(found: Manifest | None) -> bool:
             if found is not None and found.branch != manifest.branch:
@@ -474,14 +474,16 @@ class Uploader:
         return ""
 
     def tidy(self, *, written: int | None = None, branch: int = 0) -> None:
-        """Removes leftovers in the store, and outdated checkpoints if one was `written`, of `branch`. A store may forbid it, which is only
-        reported."""
+        """Removes leftovers in the store, and outdated checkpoints if one was `written`, of `branch`; see LeavingLease. A store may forbid
+        it, which is only reported."""
+        if not self.lease.settled:
+            return
         try:
             if written is not None:
                 self.store.prune(self._keep, written=written, branch=branch)
-            if not self._lease.shared:
+            if not self.lease.shared:
                 self.store.tidy()
-            elif written is not None and not self._lease.is_superseded():  # another group may be uploading a later one
+            elif written is not None and not self.lease.is_superseded():  # another group may be uploading a later one
                 self.store.tidy(until=written)
         except OSError as error:
             why = files.reason(error)
@@ -491,6 +493,11 @@ class Uploader:
 def object_name(file: FileRecord) -> str:
     """Returns the name of a file in the store."""
     return f"{file.name}.{hashlib.blake2b(''.join(file.digests).encode(), digest_size=16).hexdigest()}"
+
+
+def fetch_suffix(fetcher: str) -> str:
+    """Returns the suffix of the folders into which `ObjectStore.fetch` copies."""
+    return f"{FETCH}{fetcher and f'.{fetcher}'}-0"
 
 
 def _segment_name(name: str, first: int, content: bytes) -> str:

@@ -14,6 +14,8 @@ from training.durable_files import replace_file
 
 LEASE_FILE = ".writer.json"  # in the run's folder: quorum of the newest writer
 
+FETCH = "-fetch"  # begin of the suffix of what a group copies out of an object store
+
 Quorum = tuple[str, int]  # epoch, id; ids grow within an epoch
 
 
@@ -69,27 +71,45 @@ class WriterLease:
         return is_superseded(self._folder, self._acquired)
 
     def may_remove(self, name: str) -> bool:
-        """Returns True unless leftovers with this suffix are those of a newer writer."""
+        """Returns True unless leftovers with this suffix are those of a newer writer, or of a group's copy, which goes on with them."""
+        if name.startswith(FETCH):
+            return False
         epoch, _, number = name.removeprefix("-").rpartition("-")
         return epoch != self._acquired[0] or int(number) <= self._acquired[1]
 
 
-class UncheckedLease(WriterLease):
-    """A lease that reads no file. `settled`: of a run without replica groups, which shares its folder with none. Not `settled`: of a group
-    that leaves while it waits for others, which may have another version of its step: it saves once in the shared folder, writer or not,
-    and replaces no checkpoint of the same or a later step."""
+class SoloLease(WriterLease):
+    """The lease of a run without replica groups, which shares its folder with no other group. Reads no file."""
 
-    has_role = True
+    shared, has_role = False, True
 
-    def __init__(self, *, settled: bool = True) -> None:
-        self.settled, self.shared = settled, not settled
-        self.name = "" if settled else f"-unsettled.{secrets.token_hex(4)}-0"
+    def __init__(self) -> None:
+        self.name = ""
 
     def acquire(self) -> bool:
         return True
 
     def is_superseded(self) -> bool:
-        return not self.settled
+        return False
 
     def may_remove(self, name: str) -> bool:
-        return self.settled
+        return True
+
+
+class LeavingLease(WriterLease):
+    """The lease of a group that leaves while it waits for others: it saves once in the shared folder, writer or not. Its step may not be
+    the job's, so the save replaces no checkpoint of the same or a later step, and removes nothing. Reads no file."""
+
+    settled, has_role = False, True
+
+    def __init__(self) -> None:
+        self.name = f"-unsettled.{secrets.token_hex(4)}-0"
+
+    def acquire(self) -> bool:
+        return True
+
+    def is_superseded(self) -> bool:
+        return True
+
+    def may_remove(self, name: str) -> bool:
+        return False

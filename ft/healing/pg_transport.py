@@ -5,8 +5,8 @@ state on a device passes through pinned memory. Each rank has a store. A joiner 
 a process group for each, so a failed transfer can be requested again. A message has some chunks of one tensor, in place in host memory if
 possible. The header determines their order:
 
-    length of the header, header, validity token | messages, each followed by its chunks' digests | damaged chunks again, which the joiner
-    requests up to MAX_REQUESTS times | the validity token again, if the offer is still valid
+    length and digest of the header | header, validity token | messages, each followed by its chunks' digests | damaged chunks again, which
+    the joiner requests up to MAX_REQUESTS times | the validity token again, if the offer is still valid
 
 The source's thread keeps the tensors unchanged while a *flight* of messages is sent. A fence makes it end early, and waits for that.
 """
@@ -14,8 +14,8 @@ The source's thread keeps the tensors unchanged while a *flight* of messages is 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import logging
-import struct
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -41,6 +41,7 @@ from ft.process_groups.store import StoreClient, serve, sweep
 from ft.protocol.messages import incarnation_of
 from ft.rpc.access import Endpoint
 
+LENGTH_BYTES = 3  # of the first message's 8: enough for MAX_HEADER_BYTES
 MESSAGE_CHUNKS = 16
 IN_FLIGHT = 3  # messages in progress: one is read or verified while the others are being sent
 FLIGHT = 8  # most messages between two checks for a fence
@@ -133,11 +134,15 @@ class PgFetch:
 
     def _fetch(self) -> dict[str, Any]:
         """Fetches the state from one source. Raises RuntimeError and ValueError for all failures."""
-        (length,) = struct.unpack("<Q", self._receive(8))
+        announced = self._receive(8)
+        length = int.from_bytes(announced[:LENGTH_BYTES], "little")
         if not 0 < length <= MAX_HEADER_BYTES:
             raise FormatError(f"a header of {length} bytes")
         data = self._receive(length + VALIDITY_TOKEN_BYTES)
-        manifest, validity_token = StateManifest.parse(data[:length]), data[length:]
+        header, validity_token = data[:length], data[length:]
+        if _announcement(header) != announced:
+            raise RuntimeError("the header was damaged on the way, or the source is of another version")
+        manifest = StateManifest.parse(header)
         body = self._into.body_for(manifest)
         self._touched = True
         damaged = self._receive_messages(body, list(_messages(manifest)))
@@ -209,6 +214,12 @@ def _prefix(address: str, source: str, joiner: str, quorum_id: int, step: int) -
     return f"{address}/heal/{quorum_id}/{step}/{incarnation_of(source)}/{incarnation_of(joiner)}"
 
 
+def _announcement(header: bytes) -> bytes:
+    """Returns the first message: length and digest of the header. It is as long as a length was in earlier versions, which refuse this one;
+    at a message of another length gloo ends the process."""
+    return len(header).to_bytes(LENGTH_BYTES, "little") + hashlib.blake2b(header, digest_size=8 - LENGTH_BYTES).digest()
+
+
 def _request(store: StoreClient, what: str) -> int:
     """Writes the next request of a joiner to its source's store, and returns its number. Raises OSError."""
     store.connect()
@@ -276,7 +287,7 @@ class _Sender:
             if self._ended:  # `end` may have been called before there was a process group
                 raise Withdrawn(self._ended)
             self._group.configure(f"{self._prefix}/{number}", 0, 2)
-            self._send(_bytes(struct.pack("<Q", len(offer.header))), _bytes(offer.header + offer.validity_token))
+            self._send(_bytes(_announcement(offer.header)), _bytes(offer.header + offer.validity_token))
             staging = StagingBuffer(offer.body, IN_FLIGHT * MESSAGE_CHUNKS)
             messages = list(_messages(offer.manifest))
             for again in range(MAX_REQUESTS + 1):

@@ -148,6 +148,21 @@ def test_a_wire_that_always_flips_is_given_up():
     assert equal(joiner.loaded, group.values) and source.fence() is Fenced.FREE
 
 
+@pytest.mark.parametrize("tag", [0, 1])  # the header's digest; the header
+def test_a_damaged_header_is_refused(tag: int):
+    step = b'["step",'
+
+    def spoil(arrived: int, data: torch.Tensor) -> None:
+        if arrived == tag:  # another digit of the ledger's step is as good a header
+            data[bytes(data.tolist()).index(step) + len(step) if tag else 7] ^= 1
+
+    group, joiner = large(1), large(2)
+    source, transport = pair(group, spoil=spoil)
+    with pytest.raises(HealFailed, match=r"^a: the header was damaged on the way") as failed:
+        heal(source, transport, joiner)
+    assert not failed.value.touched and not failed.value.layout_mismatch and not joiner.loaded
+
+
 @pytest.mark.parametrize("gone", [False, True])
 def test_two_sources_and_one_is_enough(gone: bool):
     """The second is told that it is not needed, or takes the place of the first."""

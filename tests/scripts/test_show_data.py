@@ -12,6 +12,7 @@ from torch.nn import Linear
 
 from configs.load import load
 from configs.saved import save
+from ft import SoloManager
 from scripts import prepare_data, show_data
 from tests.scripts.tiny_job import CONFIG, FILES
 from tests.unit.data_corpus import write_jsonl
@@ -53,7 +54,7 @@ def test_a_last_save_of_the_weights_alone_leaves_the_data_of_the_one_before(
     save(config, config.run_folder)
     log = Log(stream=sys.stderr)
     data = open_data(config.training, config.validation, ByteTokenizer(), tmp_path, log=log)
-    both = {"data": data, "model": ModelState([Linear(1, 1)])}
+    both = {"data": data, "model": ModelState([Linear(1, 1)]), "ledger": SoloManager(4)}
     for step, states in ((2, both), (4, {"model": both["model"]})):
         checkpoints = Checkpointer(
             CheckpointConfig(last_save_model_only="data" not in states), config.run_folder, states, log=log
@@ -63,6 +64,26 @@ def test_a_last_save_of_the_weights_alone_leaves_the_data_of_the_one_before(
     before = capsys.readouterr().out
     assert show_data.main([str(config.run_folder), "0-19"]) == 0
     assert capsys.readouterr().out == before
+
+
+def test_settings_that_changed_since_the_newest_checkpoint_hold_from_its_position(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    config, log, ledger = load(["run.toml"]), Log(stream=sys.stderr), SoloManager(4)
+    for _ in range(2):
+        ledger.begin_step()
+        ledger.commit(ledger.reduce([1.0], 1.0, True))
+    states = {
+        "data": open_data(config.training, config.validation, ByteTokenizer(), tmp_path, log=log),
+        "ledger": ledger,
+    }
+    Checkpointer(CheckpointConfig(), config.run_folder, states, log=log).save(2)
+    save(load(["run.toml", "--training.seed=7"]), config.run_folder)
+    shown = []
+    for run in ("run.toml", str(config.run_folder)):
+        assert show_data.main([run, "0-19"]) == 0
+        shown.append(capsys.readouterr().out.partition("position 8: "))
+    assert shown[0][0] == shown[1][0] and shown[0][2] != shown[1][2]
 
 
 def test_token_files_with_more_numbers_than_the_tokenizer(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

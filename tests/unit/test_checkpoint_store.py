@@ -23,9 +23,9 @@ from tests.unit.storage import SlowStore
 from tests.unit.test_checkpoint_groups import Group
 from tests.unit.test_saver import End
 from training.checkpoint import CheckpointConfig, CheckpointFailed
-from training.checkpoint_files import MANIFEST
+from training.checkpoint_files import MANIFEST, begin
 from training.components import check_same_settings
-from training.object_store import ObjectStore
+from training.object_store import ObjectStore, fetch_suffix
 
 URL = "memory://checkpoints"
 WAIT_S = 50.0
@@ -168,6 +168,35 @@ def test_what_a_group_saves_as_it_leaves_replaces_no_other_save(tmp_path: Path):
         again = start(tmp_path / machine, seed=2)
         assert again.checkpointer.load() == 2 and same(again.everything(), job.everything())
         flip_a_bit(data_file(tmp_path / "1" / "run", 2))
+
+
+def test_a_group_that_leaves_removes_nothing(tmp_path: Path):
+    """Not the writer's upload that is on its way, and no checkpoint for its own, whose step may not be the job's."""
+    writer, leaves = (Group(tmp_path / "run", quorum, url=URL, keep_latest_k=1) for quorum in (1, None))
+    writer.checkpointer.load()
+    writer.step_and_save(2)
+    stored(writer)
+    leaves.checkpointer.load()
+    leaves.train(2)
+    file_system, root = STORE.place
+    file_system.pipe_file(f"{root}/step-4/__0_0.distcp.d1e5", b"whose manifest follows")
+    leaves.checkpointer.save(4, settled=False)
+    stored(leaves)
+    assert STORE.steps() == steps_in(tmp_path / "run") == [2, 4] and "__0_0.distcp.d1e5" in STORE.objects()[4]
+    assert leaves.log.warnings == []
+
+
+def test_a_copy_on_its_way_is_left_to_its_group(tmp_path: Path):
+    """The writer of the shared folder clears up leftovers of older writers, not what another group copies; that one does."""
+    writer = Group(tmp_path / "run", 1, url=URL)
+    writer.checkpointer.load()
+    writer.step_and_save(2)
+    stored(writer)
+    partial = begin(tmp_path / "run" / "checkpoint", 2, fetch_suffix(""))
+    writer.step_and_save(4)
+    stored(writer)
+    assert partial.exists()
+    assert Group(tmp_path / "run", None, url=URL, seed=1).checkpointer.load() == 4 and not partial.exists()
 
 
 def test_a_rewind_is_not_held_to_load_step_and_asks_no_store(tmp_path: Path):

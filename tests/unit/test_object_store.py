@@ -16,7 +16,7 @@ from tests.unit.fakes import Lines, set_package
 from training import checkpoint_files as files
 from training.checkpoint_files import CheckpointFailed, Damaged, Digest, FileRecord, Manifest
 from training.object_store import ObjectStore, Uploader, check_url, local_run, object_name
-from training.writer_lease import UncheckedLease
+from training.writer_lease import SoloLease
 
 WAIT_S = 50.0
 
@@ -306,7 +306,7 @@ class Uploads:
             self.store,
             folder,
             2,
-            lease=UncheckedLease(),
+            lease=SoloLease(),
             log=self.log,
             report=self.report,
             clock=lambda: self.now_s,
