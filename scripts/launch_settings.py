@@ -30,7 +30,8 @@ def stopped_early(number: int) -> str:
 
 
 def handle_early_stop() -> None:
-    """Lets Ctrl-C and SIGTERM end this process with one line, until train.py or a supervisor installs its own handlers."""
+    """Lets Ctrl-C and SIGTERM end this process with one line, and SIGUSR1 do nothing, as nothing is to be saved yet, until train.py or a
+    supervisor installs its own handlers."""
 
     def end(number: int, frame: object) -> None:
         with suppress(OSError):  # not through sys.stderr, which this thread may be writing to; and not into a full pipe
@@ -38,6 +39,7 @@ def handle_early_stop() -> None:
                 os.write(2, f"pharos: {stopped_early(number)}\n".encode())
         os._exit(128 + number)
 
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     for number in (signal.SIGTERM, signal.SIGINT):
         if signal.getsignal(number) != signal.SIG_IGN:  # as in the background of a shell script
             signal.signal(number, end)

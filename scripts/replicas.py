@@ -256,6 +256,7 @@ def main(argv: list[str]) -> int:
         ]
         # only now: until here a stop ends this process at once, even if the lighthouse hangs, which then gets SIGTERM (lifeline.py)
         received = collect_signals(*stop_signals())
+        signal.signal(signal.SIGUSR1, lambda number, _: [group.send_signal(signal.Signals(number)) for group in groups])
         code = run(groups, lighthouse, received, grace_s)
         return 128 + received[0][0] if code == STOPPED_EARLY and received else code
 

@@ -61,6 +61,8 @@ def test_a_group_dies_and_comes_back_and_all_dead_go_on_from_the_checkpoint(clea
     assert re.search(r"dashboard: http://127\.0\.0\.1:\d+/ \(it asks for the token in \S+/groups/token\)", job.text)
     assert "loaded from" not in job.text  # who finds others alive has it from them
     job.until("a checkpoint after it", lambda text: "saved" in text.rpartition("is healed")[2])
+    job.process.send_signal(signal.SIGUSR1)
+    job.until("both groups have the request", lambda text: text.count("SIGUSR1: saving after this step") == 2)
     job.process.send_signal(signal.SIGTERM)
     assert job.end() == 0
     steps = job.steps()
