@@ -30,7 +30,7 @@ from parallelisms.device import local_device_type
 from parallelisms.execution import CompileConfig
 from parallelisms.mesh import degrees
 from parallelisms.pipeline_plan import check_pipeline, placement, schedule_of, splits_backward, stage_modules
-from training.checkpoint import beginning, progress_in
+from training.checkpoint import checkpoint_to_continue, progress_in
 from training.config import readable
 from training.data.dataset import StreamedData, open_data
 from training.data.order import Mixture, Order
@@ -78,7 +78,7 @@ def check_resume(config: RunConfig, changed: Collection[str], *, world_size: int
     settings. `changed`: keys that differ from the saved ones. Reads two small entries of the checkpoint, unverified: what cannot be read is
     left to the ranks, as are a newer checkpoint in an object store, and text that is tokenised at the start. Raises ConfigError."""
     training, checkpoint, folder = config.training, config.checkpoint, config.run_folder
-    path = beginning(checkpoint, folder)
+    path = checkpoint_to_continue(checkpoint, folder)
     if path is None or training.dataset != "store":
         return
     if is_url(checkpoint.folder):

@@ -184,14 +184,14 @@ class Checkpointer:
         in_thread: Callable[[Callable[[], None]], None] | None = None,
         on_stage: Callable[[str], None] = lambda stage: None,
         report: Callable[[str], None] | None = None,
-        beside: Sequence[str] = (),
+        extra_files: Sequence[str] = (),
         fetcher: str = "",
         on_bytes: Callable[[], None] = lambda: None,
     ) -> None:
         """`computed`: names of tensors that follow from the configuration; one of another size is not loaded. `lease`: for replica groups
         that share the folder; only its holder saves and removes leftovers. `in_thread`: runs work in the background. `on_stage`: called
         before a save makes its folder ("begin", rank 0), writes ("write"), renames ("publish", rank 0). `report`: reports that an object
-        store fails or recovers; None: `log` does. `beside`: patterns of further files of the run's folder that an object store gets.
+        store fails or recovers; None: `log` does. `extra_files`: patterns of further files of the run's folder that an object store gets.
         `fetcher`: see ObjectStore.fetch. `on_bytes`: called on all ranks while rank 0 copies out of an object store, if bytes arrive."""
         self._run_folder, self.folder = run_folder, run_folder / config.local_folder
         self.place = config.place(run_folder)
@@ -202,8 +202,9 @@ class Checkpointer:
         self._in_thread = in_thread or (
             lambda work: threading.Thread(target=work, name="checkpoint-scan", daemon=True).start()
         )
-        self._beside, self._fetcher, self._on_bytes = beside, fetcher, on_bytes
-        self._fetched_bytes, self._ends_copy = 0, False  # by the thread of `_copy_on_rank0`; it is to end
+        self._extra_files, self._fetcher, self._on_bytes = extra_files, fetcher, on_bytes
+        self._fetched_bytes = 0  # copied so far by the thread of `_copy_on_rank0`
+        self._ends_copy = False  # True: that thread stops at its next segment
         self._saves_enabled = not config.nothing_saved
         self.saved_step: int | None = None  # newest step that this group has saved
         self._saved_full_step: int | None = None  # step of a full checkpoint of this run: not saved again
@@ -225,7 +226,7 @@ class Checkpointer:
                 store,
                 self.folder,
                 keep,
-                beside=beside,
+                extra_files=extra_files,
                 lease=self._lease,
                 log=log,
                 report=report or log.warning,
@@ -398,7 +399,7 @@ class Checkpointer:
             is_useful = step < before and (own is None or (step not in passed_over and recency[step] >= own_recency))
             if step == wanted or (wanted < 0 and is_useful):
                 try:
-                    if self._beside and recency[step] > own_recency and not math.isfinite(before):
+                    if self._extra_files and recency[step] > own_recency and not math.isfinite(before):
                         # rows that another machine wrote; before the checkpoint, since a start that finds the step on disk fetches
                         # nothing more
                         self._uploader.store.fetch_files(self.folder.parent)
@@ -553,7 +554,7 @@ class Checkpointer:
             self._stager = StateDictStager(pin_memory=pinned)
             self._stage(self._stager)  # allocates the memory that later saves reuse
             self._background = ThreadPoolExecutor(1, thread_name_prefix="checkpoint-writer")
-            self._background.submit(int).result()  # starts the thread now, not in the first save
+            self._background.submit(lambda: None).result()  # starts the thread now, not in the first save
         return self._stager, self._background
 
     def _write(
@@ -786,13 +787,16 @@ class Checkpointer:
             names = [name for name in self._states if name != ROWS_STATE]  # metrics of the other run
         if problem := self._restore(path, found, names, initial=setting):
             raise CheckpointFailed(f"{setting}: damaged: {problem}")
-        if config.initial_load_model_only or "ledger" in config.exclude_from_loading:  # as in `beginning`
+        if config.initial_load_model_only or "ledger" in config.exclude_from_loading:  # as in `checkpoint_to_continue`
             return None
         return found.step if isinstance(found, Manifest) else None
 
-    def beginning(self) -> Path | None:
-        """Returns `beginning` of this run, on all ranks, after copying initial_load_path if it is needed. Collective."""
-        return self._copy_on_rank0(lambda: beginning(self._config, self._run_folder, fetch_initial=self._fetch_initial))
+    def checkpoint_to_continue(self) -> Path | None:
+        """Returns the module's checkpoint_to_continue on all ranks, after copying initial_load_path out of an object store if needed.
+        Collective."""
+        return self._copy_on_rank0(
+            lambda: checkpoint_to_continue(self._config, self._run_folder, fetch_initial=self._fetch_initial)
+        )
 
     def _fetch_initial(self) -> Path:
         """Returns the checkpoint that initial_load_path names, copied out of an object store, once, if it is a URL. In rank 0. Raises
@@ -910,7 +914,7 @@ class RankCollectives:
         return outcome[0]
 
 
-def beginning(
+def checkpoint_to_continue(
     config: CheckpointConfig, run_folder: Path, *, fetch_initial: Callable[[], Path] | None = None
 ) -> Path | None:
     """Returns the full checkpoint from which a launch continues data and step: the run's own, else initial_load_path, if its step and

@@ -284,7 +284,7 @@ class Components:
                     lease=lease,
                     report=self.report_storage,
                     # groups with separate disks each have only some of the rows
-                    beside=[CONFIG_FILE] if shared else [CONFIG_FILE, *rows],
+                    extra_files=[CONFIG_FILE] if shared else [CONFIG_FILE, *rows],
                     fetcher=self.group_folder.name if shared else "",
                     on_bytes=self.progress.renew,
                 )
@@ -327,7 +327,7 @@ class Components:
         may copy the checkpoint."""
         is_rank0, name = self.world.global_rank == 0, self.config.checkpoint.initial_load_path
         try:
-            path = self.checkpointer.beginning()
+            path = self.checkpointer.checkpoint_to_continue()
             if path is None or not is_rank0:
                 return
             step, ledger = progress_in(path)

@@ -129,7 +129,9 @@ class ObjectStore:
                 self._call("put_file", folder + object_name(file), source=str(path / file.name))
         present = self.objects().get(manifest.step, {})
         if missing := [file.name for file in manifest.files if present.get(object_name(file)) != file.size_bytes]:
-            raise OSError(f"{missing[0]} was removed during the upload: has another launch of this run begun?")
+            raise OSError(
+                f"{missing[0]} was removed during the upload: has another launch or writer of this run begun?"
+            )
         text = manifest.to_json().encode()
         try:
             self._call("pipe_file", folder + MANIFEST, text, mode="create")
@@ -224,7 +226,7 @@ class ObjectStore:
             self._call("cp_file", f"step-{step}/{name}", f"{self.place[1]}/{ABANDONED}/step-{step}/{copy}")
         self._call("rm_file", f"step-{step}/{MANIFEST}")
 
-    def segments(self) -> dict[str, list[tuple[int, int, str]]]:
+    def file_segments(self) -> dict[str, list[tuple[int, int, str]]]:
         """Returns first byte, bytes and object of each segment of each file that was put, in order: {"metrics.jsonl": [...]}."""
         with _os_errors(self.url):
             file_system, root = self.place
@@ -241,7 +243,7 @@ class ObjectStore:
         names = {
             str(path.relative_to(folder)) for pattern in patterns for path in folder.glob(pattern) if path.is_file()
         }
-        stored = self.segments() if names else {}
+        stored = self.file_segments() if names else {}
         for name in sorted(names):
             segments = stored.get(name, [])
             with (folder / name).open("rb") as file:
@@ -259,7 +261,7 @@ class ObjectStore:
 
     def fetch_files(self, folder: Path, names: Collection[str] = ()) -> None:
         """Replaces files in `folder` by those that were put (`names`; none: all)."""
-        for name, segments in self.segments().items():
+        for name, segments in self.file_segments().items():
             if not names or name in names:
                 content = b"".join(self._call("cat_file", key) for _, _, key in segments)
                 (folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -314,8 +316,8 @@ class ObjectStore:
 
 class Uploader:
     """A thread that puts the newest checkpoint of a folder into the store, so that a slow, full or broken store delays no step. A save that
-    comes meanwhile waits; of those that wait, only the newest is put. `beside`, `lease`: see Checkpointer. `report`: called when the store
-    fails, is slow, or recovers."""
+    comes meanwhile waits; of those that wait, only the newest is put. `extra_files`, `lease`: see Checkpointer. `report`: called when the
+    store fails, is slow, or recovers."""
 
     def __init__(
         self,
@@ -323,7 +325,7 @@ class Uploader:
         folder: Path,
         keep: int,
         *,
-        beside: Sequence[str] = (),
+        extra_files: Sequence[str] = (),
         lease: WriterLease,
         log: Log,
         report: Callable[[str], None],
@@ -334,7 +336,7 @@ class Uploader:
         self.done = set[int]()  # steps that this launch has put
         self.replaceable = set[int]()  # steps of this run's own that it may put again
         self.abandoned = dict[int, Manifest]()  # checkpoints in the store that are set aside before the next one is put
-        self._folder, self._keep, self._beside = folder, keep, beside
+        self._folder, self._keep, self._extra_files = folder, keep, extra_files
         self.lease, self._log, self._report = lease, log, report
         self._clock, self._retry_s = clock, retry_s
         self._changed = threading.Condition()
@@ -455,7 +457,7 @@ class Uploader:
                 self.store.set_aside(newer, self.abandoned[newer])
                 del self.abandoned[newer]
             # before the checkpoint: a run that resumes from it needs the rows of the steps up to it
-            self.store.put_files(self._folder.parent, self._beside)
+            self.store.put_files(self._folder.parent, self._extra_files)
             self.store.put(path, replaces=replaces, anew=anew)
         except (OSError, Damaged) as error:
             if lease.shared and isinstance(error, FileExistsError):

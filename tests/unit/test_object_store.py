@@ -265,7 +265,7 @@ def test_files_that_grow_are_put_as_segments(store: ObjectStore, tmp_path: Path)
         store.fetch_files(there)
         assert (there / "rows.jsonl").read_text() == lines
         assert len([*(there / "tb").iterdir()]) == count + 1
-    assert [(first, size) for first, size, _ in store.segments()["rows.jsonl"]] == [(0, 2), (2, 2)]
+    assert [(first, size) for first, size, _ in store.file_segments()["rows.jsonl"]] == [(0, 2), (2, 2)]
     assert store.objects() == {}
 
 
