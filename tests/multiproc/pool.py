@@ -37,6 +37,7 @@ from bench.job import Forked
 from ft.children import die_with
 
 _ROOT = Path(__file__).resolve().parents[2]
+_SHOWN = 20_000  # last characters of a worker's output: the stacks of its threads, in Python and in C++
 _GRACE_S = 5.0  # how long other ranks may go on after one has failed: gloo tells them of a closed connection at once
 
 
@@ -135,7 +136,7 @@ class _Worker(Forked):
             return f"died (exit code {self.process.exitcode}); {self.last_output()}"
 
     def last_output(self) -> str:
-        return f"its last output:\n{Path(self._log.name).read_text(errors='replace')[-4000:]}"
+        return f"its last output:\n{Path(self._log.name).read_text(errors='replace')[-_SHOWN:]}"
 
     def abort(self) -> None:
         """Ends the worker, which writes the stacks of its threads."""
@@ -180,6 +181,9 @@ def serve(log: str, connection: Connection) -> None:
     output = os.open(log, os.O_WRONLY | os.O_APPEND)
     os.dup2(output, 1)
     os.dup2(output, 2)
+    import torch
+
+    torch._C._set_print_stack_traces_on_fatal_signal(True)  # in C++; after those of faulthandler
     faulthandler.enable(2)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo" if sys.platform == "linux" else "lo0"
     for variable in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
