@@ -105,8 +105,10 @@ class LocalAdam(torch.optim.Adam):
     changes nothing in an element-wise update, costs the host 9 ms a step with 291 parameters, and in the first step 0.9 s, growing with the
     square of their number.
 
-    `own_updates`: parameters that the model updates by itself in the same step (models/contract.py)."""
+    `own_updates`: parameters that the model updates by itself in the same step (models/contract.py). `scales_in_kernel`: True if each fused
+    kernel of the class divides by `grad_scale` and applies nothing if `found_inf` is set; not inherited."""
 
+    scales_in_kernel = True
     own_updates: Sequence[tuple[nn.Parameter, Callable[[Tensor, Tensor], None]]] = ()
 
     @torch.no_grad()
@@ -135,6 +137,8 @@ class LocalAdam(torch.optim.Adam):
 class MuonAdamW(LocalAdam):
     """Muon for the groups with `is_muon`, AdamW for the others (training/muon.py). Muon's settings are keys of its groups, as in torch."""
 
+    scales_in_kernel = False  # muon_step has no such kernel: the host reads the norm before it
+
     def __init__(self, groups: Any, *, orthogonal_dtype: torch.dtype, **settings: Any) -> None:
         super().__init__(groups, decoupled_weight_decay=True, **settings)
         self.orthogonal_dtype = orthogonal_dtype
@@ -159,8 +163,11 @@ class MuonAdamW(LocalAdam):
 def build_optimizer(
     config: OptimizerConfig, parts: Iterable[nn.Module], *, compute: torch.dtype = torch.float32
 ) -> torch.optim.Optimizer:
-    """Builds one optimizer over all parts, its state sharded as the parameters are. `compute`: dtype of large matmuls. docs/optimizers.md
-    describes what another optimizer needs."""
+    """Builds one optimizer over all parts, its state sharded as the parameters are. `compute`: dtype of large matmuls.
+
+    Another class accepts these arguments; keeps only tensors in its state, by parameter, which begin as zeros; makes this state in a step
+    with learning rate 0, without a collective (ft/optim_state.py); keeps `lr_factor` in its groups; carries out `own_updates`; and says
+    by `scales_in_kernel` if its fused kernels divide and skip. docs/optimizers.md says where else its name belongs."""
     settings = [*config.groups, ParameterGroup("*")]
     members = defaultdict[tuple[int, bool], list[nn.Parameter]](list)  # by place in `settings`, and if Muon steps them
     own = []
@@ -278,8 +285,9 @@ class OptimizerStep:
         self.parameters = [parameter for parameter in self.parameters if id(parameter) not in own]
         self._total_steps = self.schedule.total_steps or self.training.steps
         self._decay_steps = self.schedule.decay_length(self.training.steps)
-        # Muon has no kernel that divides and skips on the device: the host reads the norm before it
-        self._fused = self.config.implementation == "fused" and self.config.name != "Muon"
+        # kernels without grad_scale and found_inf would step with undivided sums; read from the class itself, as a subclass may add such
+        scales_in_kernel = vars(type(self.optimizer)).get("scales_in_kernel", False)
+        self._fused = self.config.implementation == "fused" and scales_in_kernel
 
     def step(self, step: int, divisor: float, loss: float = 0.0) -> Update:
         """Applies optimizer step `step` + 1 to gradients that are sums over `divisor` tokens. `loss`: the mean loss. Changes

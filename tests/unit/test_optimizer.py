@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 from training.config import TrainingConfig
 from training.optimizer import (
+    LocalAdam,
     LRSchedulerConfig,
     OptimizerConfig,
     OptimizerStep,
@@ -86,6 +87,32 @@ def test_a_step_divides_clips_and_sets_the_rate_times_each_groups_factor(
             torch.equal(p.grad.full_tensor(), torch.full_like(old, scale))
             for p, old in zip(parameters, before, strict=True)
         )
+
+
+class Unscaled(LocalAdam):
+    """A new optimizer, whose kernel knows neither grad_scale nor found_inf."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.sub_(parameter.grad, alpha=group["lr"])
+
+
+@pytest.mark.parametrize("kind", [Unscaled, torch.optim.SGD])
+def test_an_optimizer_gets_divided_gradients_unless_its_class_says_that_its_kernels_divide(ranks, kind: Any):
+    part = distribute_module(model(), ranks)
+    parameters, training = list(part.parameters()), TrainingConfig(max_norm=0.0)
+    config, schedule = OptimizerConfig(lr=0.5, implementation="fused"), LRSchedulerConfig(0, decay_ratio=0.0)
+    optimizer = kind([{"params": parameters, "lr_factor": 1.0}], lr=0.5)
+    step = OptimizerStep(optimizer, parameters, config, schedule, training, Progress())
+    before = [p.full_tensor().clone() for p in parameters]
+    for scale in (4.0, torch.inf):
+        for parameter in parameters:
+            parameter.grad = torch.full_like(parameter, scale)
+        step.step(0, 8.0)
+    for parameter, old in zip(parameters, before, strict=True):
+        torch.testing.assert_close(parameter.full_tensor(), old - 0.5 * 4.0 / 8.0)
 
 
 @pytest.mark.parametrize("implementation", ["fused", "foreach"])
