@@ -107,15 +107,15 @@ def main(argv: Sequence[str]) -> int:
 
 
 class LocalStep(NamedTuple):
-    """Results of a step within this replica group: sums over all its ranks. `step`: number of earlier steps. `losses`: this
-    rank's batches and their losses. `own_update`: with a semi_sync_method, the Update of the group's last inner step."""
+    """Results of a step within this replica group: sums over all its ranks. `losses`: this rank's batches and their losses.
+    `inner_update`: with a semi_sync_method, the Update of the group's last inner step."""
 
     tokens_per_slot: list[float]  # valid tokens
     loss_sum: float  # nats
     finite: bool
-    step: int
+    steps_before: int
     losses: list[tuple[Batch, Tensor]]
-    own_update: Update | None = None
+    inner_update: Update | None = None
 
 
 class Run(Components):
@@ -185,7 +185,8 @@ class Run(Components):
         if error and not self.world.global_rank:
             self.log.warning("%s", error)  # the other groups go on, and its slots come again, MAX_UNABLE times in all
         step = self.manager.step  # exceeds assignment.step + 1 if this group has healed meanwhile
-        update = local.own_update or self.optimizer_step.step(step - 1, commit.divisor, commit.mean_loss)
+        # inner_update: the group has made its steps already, and `commit` the outer step
+        update = local.inner_update or self.optimizer_step.step(step - 1, commit.divisor, commit.mean_loss)
         spike = update.spike
         if spike and on_spike == "rewind":
             self.rewind(step, commit, spike)
@@ -299,8 +300,8 @@ class Run(Components):
         return LocalStep(tokens_per_slot, total, nonfinite_ranks == 0, assignment.step, losses)
 
     def nonfinite(self, local: LocalStep, outcome: str = "not applied") -> NonFinite:
-        """Returns such as "step 80 not applied: rank 1: loss nan at slot 40, positions 40-47". Collective: all ranks agree on it."""
-        step = f"step {local.step + 1} {outcome}"
+        """Returns an error such as "step 80 not applied: rank 1: loss nan at slot 40, positions 40-47"; on all ranks alike. Collective."""
+        step = f"step {local.steps_before + 1} {outcome}"
         ran = [(batch.slot, batch.positions, loss.item()) for batch, loss in local.losses]
         named = [named for part in self.model.parts for named in part.named_parameters()]
         gradients = {name: cast("DTensor", p.grad).to_local() for name, p in named if p.grad is not None}
@@ -351,7 +352,7 @@ class SemiSyncRun(Run):
 
     HEALED_STATES = ()  # the manager transfers the weights; the optimizer state is each group's own
     manager: SemiSyncManager
-    own_update = Update(0.0, 0.0)  # of the last inner step; a healing group makes none
+    inner_update = Update(0.0, 0.0)  # of the last inner step; a healing group makes none
 
     def weights(self) -> dict[str, Stateful]:
         return dict(self.manager.checkpoint_state(ModelState(self.model.parts)))
@@ -359,19 +360,19 @@ class SemiSyncRun(Run):
     def compute_step(self, assignment: DataAssignment, batches: Iterator[Batch] | None = None) -> LocalStep:
         """Makes this group's own optimizer steps on a window of data."""
         batches = self.progress.timed("data", self.loader.load(assignment.slots))
-        self.optimizer.zero_grad()  # of a window that was not used: until here `nonfinite` reads them
-        window = LocalStep([], 0.0, True, assignment.step, [], self.own_update)
-        for step, slot in enumerate(assignment.slots, assignment.step):
-            local = super().compute_step(DataAssignment(step, (slot,)), batches)
+        self.optimizer.zero_grad()  # gradients of a window that was not used, which `nonfinite` has read by now
+        window = LocalStep([], 0.0, True, assignment.step, [], self.inner_update)
+        for steps_before, slot in enumerate(assignment.slots, assignment.step):
+            local = super().compute_step(DataAssignment(steps_before, (slot,)), batches)
             [tokens] = local.tokens_per_slot
-            own_update = self.optimizer_step.step(step, tokens) if local.finite else Update(math.nan, 0.0)
-            window = window._replace(step=step, losses=local.losses)
-            if not math.isfinite(own_update.grad_norm):
+            update = self.optimizer_step.step(steps_before, tokens) if local.finite else Update(math.nan, 0.0)
+            window = window._replace(steps_before=steps_before, losses=local.losses)
+            if not math.isfinite(update.grad_norm):
                 window = window._replace(finite=False)
                 break  # on all ranks of the group: the window is not used
-            self.own_update = own_update if tokens else self.own_update
+            self.inner_update = update if tokens else self.inner_update
             tokens_per_slot, loss_sum = [*window.tokens_per_slot, tokens], window.loss_sum + local.loss_sum
-            window = window._replace(tokens_per_slot=tokens_per_slot, loss_sum=loss_sum, own_update=self.own_update)
+            window = window._replace(tokens_per_slot=tokens_per_slot, loss_sum=loss_sum, inner_update=self.inner_update)
             with self.progress.phase("optimizer"):
                 self.manager.on_inner_step()
             self.watchdog.step_done()

@@ -220,13 +220,13 @@ def check_patterns(config: OptimizerConfig, model: nn.Module) -> None:
             )
 
 
-def learning_rate_factor(config: LRSchedulerConfig, *, step: int, total_steps: int, decay_steps: int) -> float:
-    """Returns the factor of optimizer.lr, within (0, 1], for the step after `step` committed ones. `decay_steps`: from decay_length.
-    Warm-up and decay are computed as if one step longer, so that no step has a rate of exactly 0 (configs/check.py refuses a run that
-    goes on after a decay to 0)."""
-    if step < config.warmup_steps:
-        return (step + 1) / (config.warmup_steps + 1)
-    decayed = step - (total_steps - decay_steps) + 1  # 1 in the first step of the decay
+def learning_rate_factor(config: LRSchedulerConfig, *, steps_before: int, total_steps: int, decay_steps: int) -> float:
+    """Returns the factor of optimizer.lr, within (0, 1], for the step after `steps_before` committed ones. `decay_steps`: from
+    decay_length. Warm-up and decay are computed as if one step longer, so that no step has a rate of exactly 0 (configs/check.py refuses a
+    run that goes on after a decay to 0)."""
+    if steps_before < config.warmup_steps:
+        return (steps_before + 1) / (config.warmup_steps + 1)
+    decayed = steps_before - (total_steps - decay_steps) + 1  # 1 in the first step of the decay
     if decayed <= 0 or not decay_steps:
         return 1.0
     left = max(0.0, 1 - decayed / (decay_steps + 1))
@@ -289,8 +289,8 @@ class OptimizerStep:
         scales_in_kernel = vars(type(self.optimizer)).get("scales_in_kernel", False)
         self._fused = self.config.implementation == "fused" and scales_in_kernel
 
-    def step(self, step: int, divisor: float, loss: float = 0.0) -> Update:
-        """Applies optimizer step `step` + 1 to gradients that are sums over `divisor` tokens. `loss`: the mean loss. Changes
+    def step(self, steps_before: int, divisor: float, loss: float = 0.0) -> Update:
+        """Applies optimizer step `steps_before` + 1 to gradients that are sums over `divisor` tokens. `loss`: the mean loss. Changes
         nothing if the norm is not finite, `divisor` is 0, or the step is a spike."""
         fused, spikes = self._fused, self.spikes
         with self.progress.phase("reduce"):
@@ -303,7 +303,10 @@ class OptimizerStep:
         if is_tried:
             with self.progress.phase("optimizer"):
                 lr = self.config.lr * learning_rate_factor(
-                    self.schedule, step=step, total_steps=self._total_steps, decay_steps=self._decay_steps
+                    self.schedule,
+                    steps_before=steps_before,
+                    total_steps=self._total_steps,
+                    decay_steps=self._decay_steps,
                 )
                 for group in self.optimizer.param_groups:
                     group["lr"] = lr * group["lr_factor"]

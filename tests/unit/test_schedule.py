@@ -11,7 +11,7 @@ def curve(steps: int, **keys) -> list[float]:
     config = LRSchedulerConfig(**keys)
     config.check()
     lengths = {"total_steps": config.total_steps or steps, "decay_steps": config.decay_length(steps)}
-    return [learning_rate_factor(config, step=step, **lengths) for step in range(steps)]
+    return [learning_rate_factor(config, steps_before=step, **lengths) for step in range(steps)]
 
 
 @pytest.mark.parametrize(
