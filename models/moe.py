@@ -3,10 +3,10 @@
 
 Letters as in models/llama.py, and E experts, k experts of a token, M rows, one for each token of this rank and each of its k experts.
 
-By default nothing balances the load of the experts. With balance_loss the loss has an auxiliary term. With balance_rate the router has a
-bias that takes part in the choice only, and after each step the bias of an expert above the mean load falls by that rate; below it, it
-rises. Here the gradient of the bias is the load above the mean, so reductions, retries, comparisons and heals, which exist for
-parameters and gradients, also cover the bias and the load."""
+By default nothing balances the load of the experts. With balance_loss the gradients are those of a loss with an auxiliary term; the
+reported losses do not contain it. With balance_rate the router has a bias that takes part in the choice only, and after each step the bias
+of an expert above the mean load falls by that rate; below it, it rises. Here the gradient of the bias is the load above the mean, so
+reductions, retries, comparisons and heals, which exist for parameters and gradients, also cover the bias and the load."""
 
 from __future__ import annotations
 
@@ -213,7 +213,8 @@ class _Load(Function):
 
 
 class _AddLoss(Function):
-    """Passes x, and adds a scalar to the loss that the backward starts from."""
+    """Passes x; its backward adds the gradient of a scalar loss, which the reported loss does not contain. The backward must start from
+    1."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, loss: Tensor) -> Tensor:
