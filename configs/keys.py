@@ -1,7 +1,9 @@
 """The keys of a section, read from its dataclass: `lr: Annotated[float, "peak learning rate", "> 0"] = 8e-4` becomes a Key.
 
 A section is a frozen dataclass next to the code that uses it. A field is Annotated[type, help with its unit, bounds ...]; the type is bool,
-int, float, str, Literal, a dataclass (a nested table), or tuple[X, ...] of one of these (a list, a list of tables)."""
+int, float, str, Literal, a dataclass (a nested table), or tuple[X, ...] of one of these (a list, a list of tables).
+
+A setting that changes the result is also listed in configs/saved.py: else it may differ between launches and groups unnoticed."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ _IDENTITY = (
     "fault_tolerance.outer_",
     "fault_tolerance.should_quantize",
 )
-_MAY_CHANGE = (  # but not between groups
+_IDENTITY_EXCEPTIONS = (  # exceptions to _IDENTITY: may change between launches, not between groups
     "optimizer.implementation",  # the same update rule, rounded differently
     "lr_scheduler.total_steps",  # the length of the run, as training.steps
 )
@@ -68,8 +68,8 @@ _UPDATE_RULE = (
 _ORDER = ("training.dataset", "training.sources", "training.seq_len", "training.seed")
 # may change between launches, but not between groups; those in _IDENTITY may change in neither
 _SHARED_BY_GROUPS = ("parallelism.", "fault_tolerance.", "training.steps")
-# May differ between groups: depends on the machine, or ft/start.py adds its resolved value to the fingerprint.
-_OWN = ("fault_tolerance.interface", "fault_tolerance.slots_per_step")
+# exceptions to _SHARED_BY_GROUPS: the first depends on the machine; of the second ft/start.py adds the resolved value to the fingerprint
+_MAY_DIFFER_BETWEEN_GROUPS = ("fault_tolerance.interface", "fault_tolerance.slots_per_step")
 
 
 def to_toml(config: RunConfig, *, without: str = "") -> str:
@@ -108,12 +108,14 @@ def save(config: RunConfig, folder: Path, *, batch: int | None = None) -> None:
         replace_file(path, content)
 
 
-def what_groups_share(config: RunConfig) -> tuple[tuple[str, str], ...]:
+def shared_setting_digests(config: RunConfig) -> tuple[tuple[str, str], ...]:
     """Returns the settings that must be equal in all replica groups: keys with digests of their values, ("optimizer.lr", "9f86d081...")."""
     return tuple(
         (key, hashlib.sha256(text.encode()).hexdigest()[:16])
         for key, text in _texts(as_tables(config))
-        if _matters(key, config) or key in _MAY_CHANGE or (key.startswith(_SHARED_BY_GROUPS) and key not in _OWN)
+        if _matters(key, config)
+        or key in _IDENTITY_EXCEPTIONS
+        or (key.startswith(_SHARED_BY_GROUPS) and key not in _MAY_DIFFER_BETWEEN_GROUPS)
     )
 
 
@@ -227,4 +229,4 @@ def _differences(
 def _matters(key: str, config: RunConfig) -> bool:
     if key == "training.local_batch_size":
         return config.training.global_batch_size == -1  # then it determines the global batch size
-    return key.startswith(_IDENTITY) and key not in _MAY_CHANGE
+    return key.startswith(_IDENTITY) and key not in _IDENTITY_EXCEPTIONS

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from configs.check import gradient_device_type
 from configs.load import CONFIG_FILE
-from configs.saved import as_tables, save, to_toml, what_groups_share
+from configs.saved import as_tables, save, shared_setting_digests, to_toml
 from configs.schema import RunConfig
 from ft.agreement import Agreement
 from ft.config import Environment, group_folder
@@ -192,7 +192,7 @@ class Components:
             agreement=agreement,
             long_phase_s=config.comm.init_timeout_seconds,
             fingerprint=(
-                *what_groups_share(config),
+                *shared_setting_digests(config),
                 ("text or tokenizer", self.data.digest[:16]),
                 # each group orthogonalises for itself, and "auto" depends on its devices
                 ("training.mixed_precision_param, in Muon", str(getattr(self.optimizer, "orthogonal_dtype", None))),

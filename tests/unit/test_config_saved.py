@@ -11,7 +11,7 @@ import models.llama
 from configs.check import check_settings
 from configs.errors import ConfigError
 from configs.load import load, section_types
-from configs.saved import CONFIG_FILE, check_saved, save, to_toml, what_groups_share
+from configs.saved import CONFIG_FILE, check_saved, save, shared_setting_digests, to_toml
 from configs.schema import RunConfig
 from training.optimizer import ParameterGroup
 
@@ -208,7 +208,7 @@ def test_what_leaves_the_run_the_same_may_change(tmp_path: Path, changed: str) -
     ],
 )
 def test_groups_share_what_their_weights_depend_on(tmp_path: Path, changed: str, is_shared: bool) -> None:
-    differs = what_groups_share(configure(tmp_path, changed)) != what_groups_share(configure(tmp_path))
+    differs = shared_setting_digests(configure(tmp_path, changed)) != shared_setting_digests(configure(tmp_path))
     assert differs == is_shared
 
 
