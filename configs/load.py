@@ -35,10 +35,10 @@ def load(argv: Sequence[str]) -> RunConfig:
     values, origin = build(sections, (tables, origin), given)
     if not values["job"].name:
         values["job"] = dataclasses.replace(values["job"], name=Path(file).stem)
-    return with_share(schema.RunConfig(**values, origin=origin))
+    return with_held_out_share(schema.RunConfig(**values, origin=origin))
 
 
-def with_share(config: RunConfig) -> RunConfig:
+def with_held_out_share(config: RunConfig) -> RunConfig:
     """Returns `config` with its training.dataset_held_out or, if that is not set, with the share of its run. A new run holds nothing out if
     it validates nothing."""
     if config.origin.has(HELD_OUT):

@@ -15,7 +15,7 @@ from typing import Any
 
 from configs.errors import ConfigError, raise_problems
 from configs.keys import to_text
-from configs.load import CONFIG_FILE, read_saved, section_types, with_share
+from configs.load import CONFIG_FILE, read_saved, section_types, with_held_out_share
 from configs.schema import RunConfig
 from parallelisms.mesh import degrees
 from training.checkpoint import CheckpointConfig
@@ -131,7 +131,7 @@ def fetch_saved(config: RunConfig, *, newer: bool = True) -> RunConfig:
         store, local = ObjectStore(checkpoint.place(folder)), folder / checkpoint.local_folder
         if not (folder / CONFIG_FILE).exists() or (newer and store.is_ahead_of(local)):
             store.fetch_files(folder, [CONFIG_FILE])
-    return with_share(config)
+    return with_held_out_share(config)
 
 
 def check_saved(config: RunConfig, folder: Path, *, world_size: int | None = None) -> dict[str, str]:

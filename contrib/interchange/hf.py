@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 import models
 from configs.check import check_settings
 from configs.keys import to_text
-from configs.load import HELD_OUT, load, with_share
+from configs.load import HELD_OUT, load, with_held_out_share
 from configs.saved import CONFIG_FILE, to_toml
 from configs.schema import RunConfig
 from contrib.interchange import files
@@ -211,7 +211,7 @@ def settings(source: PublishedWeights, out: Path, config_file: Path) -> RunConfi
         create_seed_checkpoint=False,  # OUT has one
     )
     model = replace(source.published.config, tokenizer_path=str(out / "tokenizer") if source.tokenizer else "")
-    config = with_share(replace(base, job=replace(base.job, name=name), model=model, checkpoint=checkpoint))
+    config = with_held_out_share(replace(base, job=replace(base.job, name=name), model=model, checkpoint=checkpoint))
     check_settings(config.for_any_machine(), world_size=1)
     return config
 
