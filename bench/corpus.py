@@ -33,7 +33,7 @@ from bench.job import ROOT, memory_bytes
 from bench.pairs import in_turns, machine, parser, ratio, spread, table
 from training.config import TrainingConfig, ValidationConfig
 from training.data.dataset import open_data
-from training.data.loader import LocalBatchSampler
+from training.data.loader import SlotPartition
 from training.data.sources import ZSTD
 from training.data.store import FORMAT, Store, StoreSettings, StoreWriter
 from training.log import Log
@@ -192,7 +192,7 @@ def first_batch() -> None:
     data = open_data(
         config, ValidationConfig(enable=True), build_tokenizer(""), "unused", log=Log(stream=io.StringIO())
     )
-    loader = data.loader(LocalBatchSampler(8, 8, 0, 1))
+    loader = data.loader(SlotPartition(8, 8, 0, 1))
     [batch] = islice(loader.load([0]), 1)
     assert batch.inputs.shape == (8, config.seq_len)
     print(time.monotonic() - began, memory_bytes("RssAnon") - before)

@@ -29,7 +29,7 @@ from training.background_writer import BackgroundWriter, Events
 from training.checkpoint import ROWS_STATE, Checkpointer, progress_in
 from training.checkpoint_files import EMA_STATE, SPIKES_STATE, TOKENS_STATE, CheckpointFailed
 from training.data.dataset import open_data
-from training.data.loader import LocalBatchSampler
+from training.data.loader import SlotPartition
 from training.drill import FaultInjector
 from training.durable_files import RunLock
 from training.ema import EMA
@@ -112,12 +112,12 @@ class Components:
             training, config.validation, self.tokenizer, cache, log=self.log, vocab_size=self.vocab_size
         )
         self.log.info("data      %s", self.data.summary())
-        sampler = LocalBatchSampler(self.slot_size, training.local_batch_size, self.coordinate.dp_rank, dp_size)
+        partition = SlotPartition(self.slot_size, training.local_batch_size, self.coordinate.dp_rank, dp_size)
         pin_memory = world.device.traits.pins_batches
-        self.loader = self.cleanup.enter_context(closing(self.data.loader(sampler, pin_memory=pin_memory)))
+        self.loader = self.cleanup.enter_context(closing(self.data.loader(partition, pin_memory=pin_memory)))
         if config.validation.enable:
             orders = self.data.validation_orders(seq_len=training.seq_len)
-            self.held_out = self.data.validation_loaders(orders, sampler, pin_memory=pin_memory)
+            self.held_out = self.data.validation_loaders(orders, partition, pin_memory=pin_memory)
             reads = config.validation.steps * self.slot_size
             for name, order in orders.items():
                 if reads > (count := order.sequences_per_epoch) and not world.global_rank:

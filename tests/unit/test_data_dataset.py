@@ -16,7 +16,7 @@ from tests.unit.data_corpus import OneSeparator, files_config, write_jsonl
 from tests.unit.fakes import Lines
 from training.config import DataloaderConfig, SkipConfig, SourceConfig, TrainingConfig, ValidationConfig
 from training.data.dataset import CachedData, DataSegment, StoredData, open_data
-from training.data.loader import LocalBatchSampler
+from training.data.loader import SlotPartition
 from training.loss import IGNORED
 from training.tokenizer import ByteTokenizer
 
@@ -42,11 +42,11 @@ def test_loaders_follow_the_section(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", [f"document {number}" for number in range(200)])
     config = files_config(path, seq_len=16, local_batch_size=2, seed=5, dataset_held_out=0.2)
     data = open_it(config, tmp_path / "cache")
-    sampler = LocalBatchSampler(4, config.local_batch_size, 1, 2)
+    partition = SlotPartition(4, config.local_batch_size, 1, 2)
     held_out = data.validation_orders(seq_len=16)
-    [validation] = data.validation_loaders(held_out, sampler).values()
+    [validation] = data.validation_loaders(held_out, partition).values()
     orders = (data.order(seed=5, seq_len=16), held_out[""])
-    for loader, order in zip((data.loader(sampler), validation), orders, strict=True):
+    for loader, order in zip((data.loader(partition), validation), orders, strict=True):
         with closing(loader):
             (batch,) = loader.load([8])
         assert batch.inputs.tolist() == [order.sequence(position)[:-1].tolist() for position in (10, 11)]
@@ -103,15 +103,15 @@ def resumed(data: StoredData | CachedData, state: dict[str, str], position: int,
 
 
 def first_ids(data: StoredData | CachedData, positions: Sequence[int]) -> list[list[int]]:
-    sampler = LocalBatchSampler(1, 1, 0, 1)
-    with closing(data.loader(sampler)) as loader:
+    partition = SlotPartition(1, 1, 0, 1)
+    with closing(data.loader(partition)) as loader:
         return [[*batch.inputs[0].tolist(), int(batch.labels[0, -1])] for batch in loader.load(positions)]
 
 
 def test_a_token_that_is_bos_and_eos_is_a_target_as_eos(tmp_path: Path) -> None:
     config = files_config(write_jsonl(tmp_path / "a.jsonl", ["a", "bc"] * 40), seq_len=16, document_mask=True)
     data = open_data(config, ValidationConfig(), tokenizer := OneSeparator(), tmp_path / "cache", log=Lines())
-    with closing(data.loader(LocalBatchSampler(1, 1, 0, 1))) as loader:
+    with closing(data.loader(SlotPartition(1, 1, 0, 1))) as loader:
         [batch] = loader.load([1])
     assert torch.equal(batch.labels[:, :-1], batch.inputs[:, 1:])
     assert batch.document_starts is not None
@@ -137,7 +137,7 @@ def test_each_branch_of_a_corpus_begins_a_segment(tmp_path: Path) -> None:
     assert resumed(masked, first.state_dict(), 7, [3]).startswith(
         "data: a new epoch begins"
     )  # for the seed, not the mask
-    with closing(masked.loader(LocalBatchSampler(1, 1, 0, 1))) as loader:
+    with closing(masked.loader(SlotPartition(1, 1, 0, 1))) as loader:
         [batch] = loader.load([3])
     assert batch.document_starts is not None
     assert batch.document_starts[0].tolist() == [*order.document_starts(3).tolist(), 17, 17, 17]
@@ -174,7 +174,7 @@ def test_worker_processes_read_the_new_order(tmp_path: Path) -> None:
     config = files_config(path, seq_len=16, dataloader=DataloaderConfig(num_workers=1))
     first = open_it(replace(config, seed=4), tmp_path / "cache")
     data = open_it(replace(config, seed=5), tmp_path / "cache")
-    with closing(data.loader(LocalBatchSampler(1, 1, 0, 1))) as loader:
+    with closing(data.loader(SlotPartition(1, 1, 0, 1))) as loader:
         next(loader.load([0]))  # starts the worker, with the order of now
         resumed(data, first.state_dict(), 7)
         rows = [batch.inputs[0].tolist() for batch in loader.load([3, 7])]

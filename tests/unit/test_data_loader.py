@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from ft.children import LAUNCHER_SIGNALS
 from tests.unit.data_corpus import files_config, open_small, write_jsonl
 from training.config import DataloaderConfig
-from training.data.loader import THREAD_NAME, Batch, BatchLoader, DataFailed, LocalBatchSampler, make_batch, open_loader
+from training.data.loader import THREAD_NAME, Batch, BatchLoader, DataFailed, SlotPartition, make_batch, open_loader
 from training.data.order import NO_TOKEN, DocumentOrder
 from training.loss import IGNORED
 
@@ -42,8 +42,8 @@ class Counting:
 @contextmanager
 def loader_of(sequences: Counting | DocumentOrder, **keys: int) -> Iterator[BatchLoader]:
     ahead = DataloaderConfig(**{key: keys.pop(key) for key in ("num_workers", "prefetch_factor") if key in keys})
-    sampler = LocalBatchSampler(**{"slot_size": 4, "local_batch_size": 2, "dp_rank": 0, "dp_size": 1} | keys)
-    with closing(open_loader(sequences, sampler, ahead)) as loader:
+    partition = SlotPartition(**{"slot_size": 4, "local_batch_size": 2, "dp_rank": 0, "dp_size": 1} | keys)
+    with closing(open_loader(sequences, partition, ahead)) as loader:
         yield loader
 
 

@@ -19,7 +19,7 @@ from tests.unit.fakes import Lines
 from training.config import DataloaderConfig, TrainingConfig, ValidationConfig
 from training.data.cache import bucket_of
 from training.data.dataset import open_data
-from training.data.loader import Batch, DataFailed, LocalBatchSampler
+from training.data.loader import Batch, DataFailed, SlotPartition
 from training.data.streaming import StreamingLoader
 from training.loss import IGNORED
 from training.tokenizer import ByteTokenizer
@@ -66,8 +66,8 @@ def loader_of(
         document_mask=document_mask,
         dataloader=DataloaderConfig(num_workers=num_workers),
     )
-    sampler = LocalBatchSampler(4 * dp_size, config.local_batch_size, dp_rank, dp_size)
-    return StreamingLoader(stream, tokenizer or ByteTokenizer(), config, sampler, split=split, pin_memory=False)
+    partition = SlotPartition(4 * dp_size, config.local_batch_size, dp_rank, dp_size)
+    return StreamingLoader(stream, tokenizer or ByteTokenizer(), config, partition, split=split, pin_memory=False)
 
 
 @pytest.mark.parametrize("tokenizer", [ByteTokenizer(), OneSeparator()])
@@ -197,7 +197,7 @@ def test_a_real_data_set_is_taken_up_exactly(tmp_path: Path, monkeypatch: pytest
     )
     data = open_data(config, ValidationConfig(), ByteTokenizer(), tmp_path / "unused", log=Lines())
     stretch = [8 * step for step in range(40)]
-    stays, resumes = (data.loader(LocalBatchSampler(8, 2, 0, 2)) for _ in range(2))
+    stays, resumes = (data.loader(SlotPartition(8, 2, 0, 2)) for _ in range(2))
     with closing(stays), closing(resumes):
         list(stays.load(stretch[:25]))  # past the end of the records: each pass has few rows
         resumes.load_state_dict(json.loads(json.dumps(stays.state_dict())))

@@ -14,7 +14,7 @@ from typing import Any
 
 from training.config import SkipConfig, SourceConfig, TrainingConfig, ValidationConfig
 from training.data.cache import Corpus, open_corpus
-from training.data.loader import BatchLoader, LocalBatchSampler, open_loader, separator_of
+from training.data.loader import BatchLoader, SlotPartition, open_loader, separator_of
 from training.data.order import (
     SPLITS,
     DocumentOrder,
@@ -120,15 +120,15 @@ class _Data:
         return {name: StoreOrder(store, "all", seed=None, seq_len=seq_len) for name, store in self._validation_stores}
 
     def validation_loaders(
-        self, orders: Mapping[str, Order], sampler: LocalBatchSampler, *, pin_memory: bool = False
+        self, orders: Mapping[str, Order], partition: SlotPartition, *, pin_memory: bool = False
     ) -> dict[str, BatchLoader]:
         """Opens a loader for each of `validation_orders`, which the caller closes. The name of the only set of the training data is ""."""
-        return {name: self._open_loader(order, sampler, pin_memory) for name, order in orders.items()}
+        return {name: self._open_loader(order, partition, pin_memory) for name, order in orders.items()}
 
-    def _open_loader(self, order: Order, sampler: LocalBatchSampler, pin_memory: bool) -> BatchLoader:
+    def _open_loader(self, order: Order, partition: SlotPartition, pin_memory: bool) -> BatchLoader:
         return open_loader(
             order,
-            sampler,
+            partition,
             self._config.dataloader,
             document_mask=self._config.document_mask,
             separator=separator_of(self._tokenizer),
@@ -162,10 +162,10 @@ class _OrderedData(_Data, ABC):
         """The position at which all budgets have ended; None: never. Of the order that `loader` has opened."""
         return self._order.end if self._order is not None else None
 
-    def loader(self, sampler: LocalBatchSampler, *, pin_memory: bool = False) -> BatchLoader:
+    def loader(self, partition: SlotPartition, *, pin_memory: bool = False) -> BatchLoader:
         """Opens the loader of training, which the caller closes. Raises ValueError as `order` does. `pin_memory`: for copies to CUDA."""
         self._order = SegmentedOrder(self.orders())
-        self._loader = self._open_loader(self._order, sampler, pin_memory)
+        self._loader = self._open_loader(self._order, partition, pin_memory)
         return self._loader
 
     @property
@@ -377,18 +377,18 @@ class StreamedData(_Data):
         subset = f" ({config.dataset_subset})" if config.dataset_subset else ""
         return f"huggingface: {config.dataset_path}{subset}, split {config.dataset_split}, streamed in its own order"
 
-    def loader(self, sampler: LocalBatchSampler, *, pin_memory: bool = False) -> BatchLoader:
-        return self._open("train", sampler, pin_memory)
+    def loader(self, partition: SlotPartition, *, pin_memory: bool = False) -> BatchLoader:
+        return self._open("train", partition, pin_memory)
 
     def validation_loaders(
-        self, orders: Mapping[str, Order], sampler: LocalBatchSampler, *, pin_memory: bool = False
+        self, orders: Mapping[str, Order], partition: SlotPartition, *, pin_memory: bool = False
     ) -> dict[str, BatchLoader]:
-        own = {"": self._open("validation", sampler, pin_memory)} if self._config.dataset_held_out else {}
-        return own | super().validation_loaders(orders, sampler, pin_memory=pin_memory)
+        own = {"": self._open("validation", partition, pin_memory)} if self._config.dataset_held_out else {}
+        return own | super().validation_loaders(orders, partition, pin_memory=pin_memory)
 
-    def _open(self, split: str, sampler: LocalBatchSampler, pin_memory: bool) -> StreamingLoader:
-        stream = open_stream(self._config, dp_rank=sampler.dp_rank, dp_size=sampler.dp_size)
-        return StreamingLoader(stream, self._tokenizer, self._config, sampler, split=split, pin_memory=pin_memory)
+    def _open(self, split: str, partition: SlotPartition, pin_memory: bool) -> StreamingLoader:
+        stream = open_stream(self._config, dp_rank=partition.dp_rank, dp_size=partition.dp_size)
+        return StreamingLoader(stream, self._tokenizer, self._config, partition, split=split, pin_memory=pin_memory)
 
 
 TrainingData = CachedData | StoredData | StreamedData

@@ -36,7 +36,7 @@ class Batch:
     inputs: Tensor  # [B, T] int64
     labels: Tensor  # [B, T] int64; loss.IGNORED: no target
     slot: int
-    positions: tuple[int, ...]
+    positions: tuple[int, ...]  # numbers of sequences in the data; the `positions` of models are those of tokens
     ends_slot: bool  # True for this rank's last local batch of the slot
     document_starts: Tensor | None = None  # [B, T] int64, with training.document_mask: models.contract.Model.forward
 
@@ -51,7 +51,7 @@ class Batch:
 
 
 @dataclass(frozen=True)
-class LocalBatchSampler:
+class SlotPartition:
     """Divides the sequences of a slot among ranks and into local batches, each of one forward and backward pass."""
 
     slot_size: int  # a multiple of local_batch_size * dp_size (configs/check.py)
@@ -75,8 +75,8 @@ class DataFailed(Exception):
 class BatchLoader(ABC):
     """Base of the loaders. The caller that opens one closes it."""
 
-    def __init__(self, sampler: LocalBatchSampler, *, pin_memory: bool) -> None:
-        self._sampler, self._pin_memory = sampler, pin_memory
+    def __init__(self, partition: SlotPartition, *, pin_memory: bool) -> None:
+        self._partition, self._pin_memory = partition, pin_memory
         self._load_id = 0  # number of the newest load: batches of earlier ones are discarded
 
     @abstractmethod
@@ -86,7 +86,7 @@ class BatchLoader(ABC):
     def load(self, slots: Iterable[int]) -> Iterator[Batch]:
         """Returns an iterator over this rank's local batches, slot by slot, equally many on every rank. Discards the rest of earlier calls.
         Reading starts at once, not at the first `next`; `next` raises DataFailed, and RuntimeError with its cause."""
-        tasks = [task for slot in slots for task in self._sampler.tasks(slot)]
+        tasks = [task for slot in slots for task in self._partition.tasks(slot)]
         self._load_id += 1
         load_id, read = self._load_id, self.start(tasks)
         return (self._take(load_id, read) for _ in tasks)
@@ -154,7 +154,7 @@ class _Reader(Dataset[Batch]):
 
 def open_loader(
     order: Order,
-    sampler: LocalBatchSampler,
+    partition: SlotPartition,
     config: DataloaderConfig,
     *,
     document_mask: bool = False,
@@ -164,16 +164,16 @@ def open_loader(
     """Opens a loader that prefetches only the requested slots, in one thread or `num_workers` processes, with the same batches.
     `separator`: see `make_batch`."""
     loader_class = WorkerLoader if config.num_workers else ThreadLoader
-    return loader_class(_Reader(order, document_mask, separator), sampler, config, pin_memory=pin_memory)
+    return loader_class(_Reader(order, document_mask, separator), partition, config, pin_memory=pin_memory)
 
 
 class ThreadLoader(BatchLoader):
     """Prefetches in one thread, at most `prefetch_factor` batches ahead."""
 
     def __init__(
-        self, reader: _Reader, sampler: LocalBatchSampler, config: DataloaderConfig, *, pin_memory: bool
+        self, reader: _Reader, partition: SlotPartition, config: DataloaderConfig, *, pin_memory: bool
     ) -> None:
-        super().__init__(sampler, pin_memory=False)
+        super().__init__(partition, pin_memory=False)
         self._reader, self._depth = reader, config.prefetch_factor
         # The thread must pin memory for this rank's device; by default it would open a context on device 0.
         self._device = torch.accelerator.current_device_index() if pin_memory else None
@@ -221,9 +221,9 @@ class WorkerLoader(BatchLoader):
     """torch's DataLoader over tasks, with persistent workers, since a step is too short to start processes."""
 
     def __init__(
-        self, reader: _Reader, sampler: LocalBatchSampler, config: DataloaderConfig, *, pin_memory: bool
+        self, reader: _Reader, partition: SlotPartition, config: DataloaderConfig, *, pin_memory: bool
     ) -> None:
-        super().__init__(sampler, pin_memory=pin_memory)
+        super().__init__(partition, pin_memory=pin_memory)
         self._tasks: list[Task] = []  # the DataLoader's sampler, read again at each iter()
         self._loader: DataLoader[Batch] = DataLoader(
             reader,

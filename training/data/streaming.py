@@ -19,7 +19,7 @@ from training.data.cache import bucket_of
 from training.data.loader import (
     Batch,
     BatchLoader,
-    LocalBatchSampler,
+    SlotPartition,
     Task,
     end_workers,
     iterate,
@@ -115,25 +115,25 @@ class StreamingLoader(BatchLoader):
         stream: Stream,
         tokenizer: Tokenizer,
         config: TrainingConfig,
-        sampler: LocalBatchSampler,
+        partition: SlotPartition,
         *,
         split: str,
         pin_memory: bool,
     ) -> None:
         from torchdata.stateful_dataloader import StatefulDataLoader
 
-        super().__init__(sampler, pin_memory=pin_memory)
+        super().__init__(partition, pin_memory=pin_memory)
         self._repeats, self._validation_rows = split == "validation", list[np.ndarray]()
         self._first_token = tokenizer.bos_id if config.document_mask else None  # of each document
         self._separator = separator_of(tokenizer)
-        self._key = f"rank {sampler.dp_rank} of {sampler.dp_size}"
+        self._key = f"rank {partition.dp_rank} of {partition.dp_size}"
         self._rows: Iterator[np.ndarray] | None = None
         self._workers = workers = config.dataloader.num_workers
         # torchdata 0.11 makes this call, and torch 2.13 warns of it
         warnings.filterwarnings("ignore", "'set_vital' is deprecated")
         self._loader = StatefulDataLoader(
             PackedStream(stream, tokenizer, config, buckets_of(split, config.dataset_held_out)),
-            batch_size=sampler.local_batch_size,
+            batch_size=partition.local_batch_size,
             collate_fn=np.stack,
             num_workers=workers,
             prefetch_factor=config.dataloader.prefetch_factor if workers else None,
