@@ -24,7 +24,7 @@ from bench.drill_job import Disk, DrillJob, Network
 from bench.job import EventLine, EventLog, gaps, longest_gap, rows, signal_all
 from ft.config import FaultTolerance
 from scripts import samples
-from training.drill import CORRUPT, HANG
+from training.fault_injection import CORRUPT, HANG
 
 STOP_S, SLOW_S, LIGHTHOUSE_AWAY_S, LIGHTHOUSE_STOPPED_S = 12.0, 6.0, 2.0, 8.0
 PARTITION_S, LINK_S = 10.0, 6.0
@@ -117,7 +117,7 @@ def hang(job: DrillJob, dice: random.Random) -> Incident:
 
 
 def _order(job: DrillJob, name: str, what: str, rank: int) -> None:
-    """Makes a trainer inject a fault at the next step boundary (training/drill.py)."""
+    """Makes a trainer inject a fault at the next step boundary (training/fault_injection.py)."""
     order = job.event_logs[name].folder / what
     order.with_suffix(".new").write_text(str(rank))
     order.with_suffix(".new").replace(order)

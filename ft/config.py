@@ -337,7 +337,7 @@ class Environment:
     quorum_retries: int | None = _variable("TORCHFT_QUORUM_RETRIES", _whole(0))
     manager_port: int | None = _variable("TORCHFT_MANAGER_PORT", _whole(0, 65535))
 
-    drill: bool = False  # PHAROS_DRILL=1: see recording.py
+    injects_faults: bool = False  # PHAROS_DRILL=1: fault injection for tests; see recording.py
     tls: Tls | None = None  # of connections to the lighthouse: PHAROS_TLS_CA, PHAROS_TLS_CERT, PHAROS_TLS_KEY
 
     @property
@@ -352,7 +352,7 @@ class Environment:
             raise ValueError("PHAROS_TOKEN and PHAROS_TOKEN_FILE are both set: set one")
         token = find_token(Path(token_file) if token_file else None, token)
         tls = find_tls(*(environ.get(f"PHAROS_TLS_{name}", "").strip() for name in ("CA", "CERT", "KEY")))
-        values: dict[str, Any] = {"token": token, "drill": environ.get("PHAROS_DRILL") == "1", "tls": tls}
+        values: dict[str, Any] = {"token": token, "injects_faults": environ.get("PHAROS_DRILL") == "1", "tls": tls}
         for one in (one for one in fields(Environment) if one.metadata):
             text = environ.get(one.metadata["variable"], "").strip()
             try:

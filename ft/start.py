@@ -166,7 +166,7 @@ def open_manager(
         init_sync=False,  # all groups initialise from the same seed, or load the same checkpoint
     )
     fingerprint = (*fingerprint, ("fault_tolerance.slots_per_step", str(slots_per_step)))
-    make: Callable[..., Manager] = partial(RecordingManager, folder) if environment.drill else Manager
+    make: Callable[..., Manager] = partial(RecordingManager, folder) if environment.injects_faults else Manager
     process_group, semi_sync = make_process_group(settings, device_type), settings.semi_sync_method != "none"
     gradients = (
         FragmentGradients(shared=process_group.IN_CHILD, quantized=settings.should_quantize) if semi_sync else None

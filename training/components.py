@@ -30,9 +30,9 @@ from training.checkpoint import ROWS_STATE, Checkpointer, progress_in
 from training.checkpoint_files import EMA_STATE, SPIKES_STATE, TOKENS_STATE, CheckpointFailed
 from training.data.dataset import open_data
 from training.data.loader import SlotPartition
-from training.drill import FaultInjector
 from training.durable_files import RunLock
 from training.ema import EMA
+from training.fault_injection import FaultInjector
 from training.log import Log
 from training.loss import cross_entropy_sum
 from training.metrics import MetricsProcessor
@@ -445,7 +445,7 @@ class Components:
 
     def start_monitoring(self) -> tuple[Watchdog, Profiler, GarbageCollection, FaultInjector]:
         config, world, cleanup, folder = self.config, self.world, self.cleanup, self.group_folder
-        rank, drill = world.global_rank, self.environment.drill
+        rank = world.global_rank
         watchdog = Watchdog(
             self.progress,
             world.watch_store,
@@ -462,7 +462,8 @@ class Components:
         profiler = Profiler(config.profiling, folder, global_rank=rank, log=self.log, allocator=allocator)
         cleanup.enter_context(profiler)
         garbage = cleanup.enter_context(closing(GarbageCollection(config.training.gc_freq)))
-        return watchdog, profiler, garbage, FaultInjector(folder, rank, self.parameters, enabled=drill, log=self.log)
+        injects = self.environment.injects_faults
+        return watchdog, profiler, garbage, FaultInjector(folder, rank, self.parameters, enabled=injects, log=self.log)
 
     def print_summary(self, verb: str, next_command: str = "") -> None:
         """Logs the closing summary. `next_command`: what to run next; "": the same again."""

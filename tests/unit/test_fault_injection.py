@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from training.drill import CORRUPT, FaultInjector, flip_bit
+from training.fault_injection import CORRUPT, FaultInjector, flip_bit
 from training.log import Log
 
 
