@@ -59,8 +59,8 @@ TRACES = "comm_traces"  # the flight recorder's files, in the folder of the run 
 class Components:
     """Builds the components of one rank, in the order in which they depend on each other; train.Run is the loop over them."""
 
-    # of model and optimizer, those that a healing group receives; `open_checkpoints` adds further states
-    HEALED_STATES: tuple[str, ...] = ("model", "optimizer")
+    # the model's and the optimizer's entries among the healed states; `open_checkpoints` registers the others
+    HEALED_WEIGHTS: tuple[str, ...] = ("model", "optimizer")
 
     def __init__(
         self,
@@ -266,7 +266,7 @@ class Components:
         # rows of a launch that saves no checkpoint would take the place of those that belong to the run's checkpoints
         writes = is_rank0 and not config.checkpoint.load_only
         states = self.checkpoint_states(writer)
-        for name in (*self.HEALED_STATES, TOKENS_STATE, "data", EMA_STATE, SPIKES_STATE, ROWS_STATE):
+        for name in (*self.HEALED_WEIGHTS, TOKENS_STATE, "data", EMA_STATE, SPIKES_STATE, ROWS_STATE):
             if name in states:
                 self.manager.register_state(name, states[name].state_dict, states[name].load_state_dict)
         # only rank 0 has rows; DCP saves one of several entries with the same name, which could be an empty one
