@@ -145,7 +145,7 @@ class Run(Components):
             if requests & STOP:
                 self.manager.leave()
             if step < steps and (self.checkpointer.due(step) or requests & SAVE or self.manager.may_exit):
-                self.saver.save()
+                self.saver.save_due()
                 if self.manager.writer_quorum:
                     self.signals.take(SAVE)  # drops a request that came after the all-reduce: this save fulfils it
                 elif requests & SAVE:
@@ -334,7 +334,7 @@ class Run(Components):
         """Saves and stops after a SIGTERM while this group waited for others: its state may be newer than that of any other group."""
         if released.has_state and self.manager.step:
             with self.progress.phase("checkpoint"):
-                self.saver.write(settled=False)
+                self.saver.save_now(settled=False)
             self.saver.wait_uploaded()
         self.log.info("%s", released)
         self.print_summary("stopped at")

@@ -20,9 +20,17 @@ POLL_S = 0.5
 PAUSE_S = 10.0  # from a failed save of the last step to its retry
 LOG_WAIT_S = 3.0  # a longer wait for another group's save is logged
 GRACE_S = 20.0  # how long a group waits for another group's save after a stop request
+# Failures of a save. Checkpointer reports what storage refuses as CheckpointFailed; an OSError is left only where it fails once more then.
+_FAILURES = (CheckpointFailed, OSError)
 
+# The next action for the checkpoint of the last step:
+# finish: it exists, from any group; or nothing is to be saved
+# save: this group is the writer, and saves it
 # upload: the step is saved; wait until it is in the object store, and retry failures
 # leave: the same after a stop request, without a retry
+# regroup: form a quorum, which names a new writer
+# wait: for the time of the next attempt, or for another group's save
+# stop: end after a stop request, though the step is not known to be saved
 Action = Literal["finish", "save", "upload", "leave", "regroup", "wait", "stop"]
 
 
@@ -47,23 +55,23 @@ class Saver:
         self._stop_requested_at: float | None = None  # time of the first rank's stop request; set on rank 0
         self._logged_wait = False
 
-    def save(self) -> None:
-        """Saves a step that is due or requested. Raises CheckpointFailed or OSError if the group leaves, since then there is no retry."""
+    def save_due(self) -> None:
+        """Saves a step that is due or requested. Raises the failure if the group leaves, since then there is no retry."""
         manager, checkpointer = self.manager, self.checkpointer
         if not manager.writer_quorum:
             # a save in the background, of the time when this group was the writer
             if checkpointer.saving is not None and checkpointer.saving.done():
                 try:
                     checkpointer.wait()
-                except (CheckpointFailed, OSError) as failure:
+                except _FAILURES as failure:
                     self.report(f"{failure}; another group writes the checkpoints now")
             return
         with self.progress.phase("checkpoint"):
             try:
-                self.write()
+                self.save_now()
                 if manager.may_exit:
                     checkpointer.wait()
-            except (CheckpointFailed, OSError) as failure:
+            except _FAILURES as failure:
                 if manager.may_exit:
                     raise
                 self.report(f"{failure}; retried in {RETRY_S:g} s, while training continues")
@@ -87,7 +95,7 @@ class Saver:
         """Returns when the checkpoint of the last step exists, from any group. `stop_requested`: returns True if a stop was requested on
         this rank since the last call. Raises CheckpointFailed if a stop was requested before the step was saved."""
         step, requested, since_s = self.manager.step, False, self.clock()
-        with self.progress.phase("checkpoint"), suppress(CheckpointFailed, OSError):
+        with self.progress.phase("checkpoint"), suppress(*_FAILURES):
             self.checkpointer.wait()  # a background save uses collectives, as `agree` does; if it failed, this save takes its place
         while True:
             with self.progress.phase("checkpoint"):  # one per iteration, since the watchdog limits its length
@@ -124,11 +132,11 @@ class Saver:
                 except GroupReleased:  # a stop was requested while the group waited for others
                     requested, self._stop_requested_at = True, -GRACE_S  # no further grace
 
-    def write(self, *, last: bool = False, settled: bool = True) -> None:
-        """Saves the current state. Not `settled`: the group leaves while it waits for others. Raises CheckpointFailed and OSError."""
+    def save_now(self, *, last: bool = False, settled: bool = True) -> None:
+        """Saves the current state. Not `settled`: the group leaves while it waits for others. Raises one of _FAILURES."""
         self.sync()  # metrics of steps before a checkpoint are not written again after a resume
         if last or not settled or self.manager.may_exit:  # this save replaces one that failed in the background
-            with suppress(CheckpointFailed, OSError):
+            with suppress(*_FAILURES):
                 self.checkpointer.wait()
         branch = len(self.manager.rewinds)
         self.checkpointer.save(self.manager.step, branch=branch, last=last, settled=settled)
@@ -163,8 +171,8 @@ class Saver:
     def _try_last(self) -> None:
         self._tried_at = self.clock()
         try:
-            self.write(last=True)
-        except (CheckpointFailed, OSError) as failure:
+            self.save_now(last=True)
+        except _FAILURES as failure:
             if self._failure is None:
                 self.report(f"{failure}; this is the last step: retried every {PAUSE_S:g} s until SIGTERM")
             self._failure = failure

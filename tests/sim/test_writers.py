@@ -91,12 +91,12 @@ def drops_rows(real: Any) -> Any:
 
 
 def raises_into_the_loop(real: Any) -> Any:
-    def save(self: saver.Saver) -> None:
+    def save_due(self: saver.Saver) -> None:
         if self.manager.writer_quorum:
             with self.progress.phase("checkpoint"):
-                self.write()
+                self.save_now()
 
-    return save
+    return save_due
 
 
 def acquires_in_the_step(real: Any) -> Any:
@@ -128,7 +128,7 @@ BUGS = {
     "names it too early": Bug(checkpoint_files, "publish", names_it_before_its_manifest, 3, "is torn"),
     "makes room first": Bug(checkpoint_files, "begin", makes_room_first, 5, "is gone"),
     "drops rows": Bug(background_writer.BackgroundWriter, "register", drops_rows, 45, "steps are committed"),
-    "raises into the loop": Bug(saver.Saver, "save", raises_into_the_loop, 62, "ends in its loop"),
+    "raises into the loop": Bug(saver.Saver, "save_due", raises_into_the_loop, 62, "ends in its loop"),
     "looks in the step": Bug(
         writers.Trainer, "in_thread", lambda _: lambda self, work: work(), 0, "in the step's own thread"
     ),

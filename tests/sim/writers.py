@@ -435,15 +435,15 @@ class Saves(Saver):
             sleep=job.baton.sleep,
         )
 
-    def write(self, *, last: bool = False, settled: bool = True) -> None:
+    def save_now(self, *, last: bool = False, settled: bool = True) -> None:
         if settled:
             self.job.save_begins(self.group, last=last)
-        super().write(last=last, settled=settled)
+        super().save_now(last=last, settled=settled)
 
-    def save(self) -> None:
+    def save_due(self) -> None:
         began_s, saving = self.job.baton.now_s, self.trainer.checkpointer.saving
         joins = self.manager.may_exit or (saving is not None and not saving.done())
-        super().save()
+        super().save_due()
         if self.job.plan.async_mode == "async" and not joins:
             took_s = self.job.baton.now_s - began_s
             self.job.must(took_s <= SYNC_S, f"{self.group.name}: a save held up the step for {took_s:.1f} s")

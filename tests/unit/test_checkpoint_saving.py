@@ -267,7 +267,7 @@ def test_who_leaves_is_told_that_its_save_in_the_background_has_failed(tmp_path:
     saver = Saver(job.checkpointer, Leaving(), Progress(), sync=lambda: None, report=print, info=print)
     job.train(3)
     with largest_file(0), pytest.raises(CheckpointFailed, match="step 3 not saved"):
-        saver.save()
+        saver.save_due()
     job.checkpointer.close()
 
 
@@ -291,7 +291,7 @@ def test_a_save_in_the_background_counts_once_it_is_written(tmp_path: Path) -> N
     def save(step: int) -> None:
         job.train(step - job.ledger.state["step"])
         manager.step = step
-        saver.save()
+        saver.save_due()
 
     def failed() -> bool:
         return job.checkpointer.saving is not None and job.checkpointer.saving.exception() is not None
@@ -312,7 +312,7 @@ def test_a_save_in_the_background_counts_once_it_is_written(tmp_path: Path) -> N
         assert failed()
     manager.writer_quorum = None  # type: ignore[assignment]
     assert job.checkpointer.overdue(7)
-    saver.save()
+    saver.save_due()
     assert not job.checkpointer.overdue(8)
     job.checkpointer.close()
     assert told[2] == "checkpoint: step 6 is saved; earlier saves had failed"
@@ -328,7 +328,7 @@ def test_who_leaves_saves_although_an_earlier_save_has_failed(tmp_path: Path) ->
         assert job.checkpointer.saving and job.checkpointer.saving.exception()  # it has failed by now
     saver = Saver(job.checkpointer, Leaving(), Progress(), sync=lambda: None, report=print, info=print)
     job.train(1)
-    saver.save()
+    saver.save_due()
     assert steps_in(tmp_path) == [3], "it is there when the call returns"
 
 
