@@ -5,6 +5,15 @@ models/<name>.py defines
     build(config, *, vocab_size, max_seq_len)     -> Model, which can be built under torch.device("meta")
 Tensor parallelism reads the model's `tp_plan`; a module-level TP_PLAN, as in models/llama.py, is only a convention.
 models/<name>_hf.py, if there is one, holds the model's `Format` for scripts/hf.py, as models/llama_hf.py does.
+
+Parts of Model, by what needs them; most are checked before any rank is launched (configs/check.py):
+    every run               dim, tok_embeddings, layers, norm, output; forward with labels; init_weights, flops_per_token
+    tensor parallelism      tp_plan, with an entry for each module with parameters, except Experts
+    context parallelism     forward with positions; self.attend in each attention
+    training.document_mask  forward with document_starts, which it passes to self.attend
+    pipeline                no parameter outside of layers, tok_embeddings, norm and output, none tied; forward skips what is None
+    experts                 Router and Experts as base classes, whose parameters have a layout of their own
+    text samples            new_cache
 """
 
 from __future__ import annotations
@@ -43,8 +52,9 @@ class ModelConfig:
 
 class Model(nn.Module):
     """Base class of models. A pipeline stage deletes some of the layers and sets some of the other children to None; forward skips them.
-    Persistent buffers are saved, compared between groups and healed as parameters are; they are not reduced over ranks or
-    groups, so a statistic that a forward updates would differ between ranks."""
+    Persistent buffers are saved, compared between groups and healed as parameters are; with fault_tolerance.semi_sync_method they are each
+    group's own, neither compared nor healed. They are not reduced over ranks or groups, so a statistic that a forward updates would differ
+    between ranks."""
 
     dim: int  # C, the width of the hidden state
     tok_embeddings: nn.Module | None
