@@ -136,16 +136,16 @@ class FaultTolerance:
     ] = 30.0
     takeover_s: Annotated[
         float,
-        "seconds after which groups without the state may continue without those that hold it; the lighthouse's --takeover_s; "
-        "0 (the flag's never): not unless an operator allows it",
+        "once all groups that hold the job's state have been silent for this many seconds, others may continue from the newest checkpoint; "
+        "the lighthouse's --takeover_s; 0 (the flag's never): only after an operator has allowed it",
         ">= 0",
         "<= 86400",
     ] = 30.0
     stall_s: Annotated[
         float,
-        "a member that does not wait counts as lost when another has waited this many seconds for a reduction or a quorum, or 10 s if most "
-        "members wait; in both cases at least five median steps. A group also ends if one of its ranks requests no quorum for this long "
-        "after the others. Pass it to the lighthouse as --stall_s",
+        "seconds that a group waits for a reduction or a quorum before the groups that do not wait count as lost; 10 s once most members "
+        "wait; in both cases at least five median steps. A group also ends if one of its ranks requests no quorum for this long after its "
+        "other ranks. Pass it to the lighthouse as --stall_s",
         "> 0",
         "<= 86400",
     ] = 60.0

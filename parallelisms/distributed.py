@@ -47,8 +47,8 @@ class CommConfig:
     ] = ENV
     init_timeout_seconds: Annotated[
         int,
-        "timeout of the rendezvous, the first step, and each load, checkpoint, validation, trace and text sample, seconds; a copy from an "
-        "object store may take longer while bytes arrive, and without replica groups the rest of the load at the start has 30 minutes",
+        "timeout of the rendezvous, the first step, and each load, checkpoint, validation, trace and text sample, seconds. Two loads may "
+        "take longer: a copy from an object store, while bytes arrive; the load at the start of a run without replica groups, 30 minutes",
         ">= 1",
     ] = 300
     train_timeout_seconds: Annotated[

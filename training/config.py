@@ -11,12 +11,12 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Literal
 
-MAX_STEPS = 1 << 30  # STEPS_PER_BRANCH of ft/protocol/messages.py: from there on steps are those of the next branch
+MAX_STEPS = 1 << 30  # equals ft.protocol.messages.STEPS_PER_BRANCH: from there on, steps are those of the next branch
 
 
 @dataclass(frozen=True)
 class DataloaderConfig:
-    """[training.dataloader]: prefetching of batches; does not change their content; of a stream num_workers decides the order."""
+    """[training.dataloader]: prefetching; does not change the content of batches, except that num_workers decides the order of a stream."""
 
     num_workers: Annotated[int, "worker processes that prepare batches; 0: one thread", ">= 0"] = 0
     prefetch_factor: Annotated[int, "batches prefetched by each worker", ">= 1"] = 2
@@ -143,7 +143,8 @@ class TrainingConfig:
     mixed_precision_param: Annotated[Literal["auto", "bfloat16", "float32"], "compute dtype; auto: fastest"] = "auto"
     mixed_precision_reduce: Annotated[
         Literal["float32"],
-        "dtype of gradient reductions over data- and context-parallel ranks; tensor-parallel ranks sum those of norms in the compute dtype",
+        "dtype of gradient reductions over data- and context-parallel ranks; the gradients of norms are summed over tensor-parallel ranks "
+        "in the compute dtype",
     ] = "float32"
     loss_chunk_tokens: Annotated[
         int, "tokens per chunk of the loss; 0: none; -1: chosen by device if the vocabulary is large, else 0", ">= -1"

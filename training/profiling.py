@@ -20,7 +20,10 @@ _SNAPSHOT_ENTRIES = 100_000  # allocations in the ring buffer of the recorded hi
 class ProfilingConfig:
     """[profiling]: traces (any device) and memory snapshots (CUDA)."""
 
-    enable_profiling: Annotated[bool, "write a trace of profiler_active steps every profile_freq steps"] = False
+    enable_profiling: Annotated[
+        bool,
+        "write a trace of profiler_active steps every profile_freq steps; with a semi_sync_method both, and profiler_warmup, count rounds",
+    ] = False
     save_traces_folder: Annotated[
         str, "folder of the traces inside the run's (with replica groups: the group's) folder"
     ] = "profile_traces"
