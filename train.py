@@ -22,7 +22,7 @@ from itertools import takewhile
 from typing import TYPE_CHECKING, NamedTuple, cast
 
 if __name__ == "__main__":
-    gc.disable()  # until GarbageCollection: imports create no garbage, and collections take a tenth of their time
+    gc.disable()  # until GarbageCollection: imports create no garbage, but automatic collections take a tenth of the import time
 
 import torch
 import torch.distributed as dist
@@ -138,7 +138,7 @@ class Run(Components):
             except GroupReleased as released:
                 return self.leave(released)
             step, requests, self.pending_requests = self.manager.step, self.pending_requests, 0
-            # after a stop request only at the last step: else the group just saves and leaves
+            # after a stop request only the last step is validated; otherwise the group saves and leaves without it
             validation = config.validation
             if validation.enable and (step == steps or (step % validation.freq == 0 and not requests & STOP)):
                 self.validate()
@@ -165,15 +165,15 @@ class Run(Components):
         self.print_summary("finished", f"tensorboard --logdir {self.config.run_folder.parent}")
 
     def train_step(self) -> bool:
-        """Runs one step on the slots assigned to this group. False: not committed, gone back, or healed with the last step."""
+        """Runs a step. False: it is not committed, the run went back, or this group has got to the last step by a heal or checkpoint."""
         with self.progress.phase("quorum"):
             assignment = self.manager.begin_step(until=self.config.training.steps)
         if assignment.step >= self.config.training.steps:
-            return False  # a checkpoint of the last step was restored
+            return False  # healed or restored at the last step
         local, on_spike = self.compute_step(assignment), self.config.training.on_spike
         with self.progress.phase("reduce"):
             try:
-                # False: this group's sums are left out of the step. With "skip" and "rewind" a NaN is summed, and all groups leave it out
+                # False: this group contributes zeros. With "skip" and "rewind" its NaN is summed: all groups see it and discard the step
                 contributes = local.finite or on_spike != "stop"
                 commit = self.manager.commit(self.manager.reduce(local.tokens_per_slot, local.loss_sum, contributes))
             except Stopped as stopped:
@@ -183,7 +183,7 @@ class Run(Components):
             return False
         error = None if contributes else self.nonfinite(local, "is committed without this group")
         if error and not self.world.global_rank:
-            self.log.warning("%s", error)  # the other groups go on, and its slots come again, MAX_UNABLE times in all
+            self.log.warning("%s", error)  # the other groups go on; a slot is assigned again, MAX_UNABLE times in all
         step = self.manager.step  # exceeds assignment.step + 1 if this group has healed meanwhile
         # inner_update: the group has made its steps already, and `commit` the outer step
         update = local.inner_update or self.optimizer_step.step(step - 1, commit.divisor, commit.mean_loss)

@@ -27,8 +27,8 @@ class DataAssignment:
 
 @dataclass(frozen=True)
 class StepTotals:
-    """Sums of a step over all groups that contributed. `ok`: with SoloManager the `able` of `reduce`; with Manager,
-    which leaves out a group that is not able, the attempt has not failed, so that `commit` may return a Commit."""
+    """Sums of a step over all groups that contributed. `ok`: False if the attempt is known to have failed: `commit` then gives no Commit.
+    With SoloManager it is the `able` of `reduce`; a Manager leaves out a group that is not able."""
 
     # valid tokens; 0: that slot contributed nothing; if this group was assigned no slot, one element: the sum over all slots
     tokens_per_slot: Sequence[float]
@@ -140,7 +140,8 @@ class Seam(Protocol):
         """Returns step and ledger for a checkpoint, in the same form in all managers. load_state_dict ignores the open assignment in the
         ledger."""
 
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...  # takes its result; ValueError if it does not fit
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Takes the result of state_dict. Raises ValueError if it does not fit."""
 
     @property
     def loaded_ledger(self) -> Mapping[str, Any]:

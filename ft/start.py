@@ -37,8 +37,9 @@ class SoloManager:
         self.may_exit, self.writer_quorum, self.last_waiting_for_others_s = False, ("", 0), -inf
         self._until: int | None = None
         self._leaves = False
+        # nothing is all-reduced in a backward; `reduce` returns StepTotals of its arguments, as no other group adds to them
         self.last_backward: Callable[[int], AbstractContextManager[Any]] = nullcontext
-        self.reduce: Callable[[Sequence[float], float, bool], StepTotals] = StepTotals  # its totals are the result
+        self.reduce: Callable[[Sequence[float], float, bool], StepTotals] = StepTotals
 
     def register_state(self, name: str, state_dict: Callable[[], Any], load_state_dict: Callable[[Any], None]) -> None:
         if name in self._registered:

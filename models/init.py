@@ -31,7 +31,7 @@ class NoInit(TorchFunctionMode):
 
 @torch.no_grad()
 def normal_(parameter: Tensor, name: str, seed: int, *, std: float, truncation: float = math.inf) -> None:
-    """Fills `parameter` (or a DTensor's shard) with N(0, std^2), truncated at `truncation` * std, in fp32. `name`: the full one."""
+    """Fills `parameter`, or this rank's shard, with N(0, std^2), drawn in fp32, truncated at `truncation` * std. `name`: in the model."""
     if parameter.is_meta:
         return  # `draw` initialises one parameter of a meta model
     # Imported here, since it takes half as long as importing torch, and checking a configuration does not need it.

@@ -73,7 +73,7 @@ class Format(qwen3_hf.Format):
         return super().read_config({**count, **body})
 
     def entries(self, config: Any, *, vocab_size: int) -> Iterator[Entry]:
-        """As for Llama. Raises ValueError for settings that Qwen3-MoE does not have."""
+        """Yields the entries, as for Llama. Raises ValueError for settings that Qwen3-MoE does not have."""
         absent = {"router_score": "softmax", "shared_hidden_dim": 0, "route_scale": 1.0, "balance_rate": 0.0}
         for key, legal in absent.items():
             if (value := getattr(config, key)) != legal:

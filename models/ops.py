@@ -173,7 +173,7 @@ def grouped_linear(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
 
 
 def grouped_kernel(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
-    """As grouped_linear, by torch's kernel, which reads the counts on the device. Rows of x and weight must be multiples of 16 bytes."""
+    """Computes grouped_linear by torch's kernel, which reads counts on the device. Rows of x and weight must be multiples of 16 bytes."""
     return F.grouped_mm(x, weight.mT, offs=counts.cumsum(0).to(torch.int32))
 
 

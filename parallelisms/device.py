@@ -74,7 +74,8 @@ class Device:
         return named[1] if named else "CPU"
 
     def fast_bfloat16(self, capability: tuple[int, int] | None = None) -> bool:
-        """Returns True if bf16 matmuls are faster than fp32: on CUDA from Ampere on (or without GPU); on CPUs with AMX or AVX512-BF16."""
+        """Returns True if bf16 matmuls are faster than fp32: on CPUs with AMX or AVX512-BF16; on CUDA from Ampere on, or without
+        a GPU, where the capability is (0, 0)."""
         if self.type == "cuda":
             capability = capability or cuda_capability(self.torch_device)
             return capability == (0, 0) or capability >= (8, 0)

@@ -60,7 +60,7 @@ def choose_precision(master: str, compute: str, reduce: str, device: Device) -> 
 
 @dataclass(frozen=True)
 class ExecutionConfig:
-    """Settings of parallelize(). Only precision and float8 change the results, by rounding."""
+    """Settings of parallelize(). precision and float8 choose the dtypes; all others change at most roundings and their order."""
 
     parallelism: ParallelismConfig = field(default_factory=ParallelismConfig)
     activation_checkpoint: ActivationCheckpointConfig = field(default_factory=ActivationCheckpointConfig)

@@ -7,7 +7,12 @@
     tp            shards of every matrix
 
 FSDP shards over dp_shard and cp together: to the parameters, context-parallel ranks are data parallel. Fault tolerance adds no axis:
-replica groups are data parallel to each other outside the mesh (ft/)."""
+replica groups are data parallel to each other outside the mesh (ft/).
+
+Experts have a second mesh over the same ranks, where two axes take the place of dp_shard, cp and tp, whose ranks all have different tokens:
+
+    efsdp         shards of the parameters of a rank's experts
+    ep            parts of the experts of each block"""
 
 from __future__ import annotations
 
@@ -22,8 +27,6 @@ from models.contract import nearest_divisors
 
 PP, DP_REPLICATE, DP_SHARD, CP, TP = AXES = "pp", "dp_replicate", "dp_shard", "cp", "tp"
 DP_SHARD_CP = "dp_shard_cp"  # dp_shard and cp as one axis: where FSDP shards
-# Experts have a mesh of their own, in which dp_shard x cp x tp, all with different tokens, are efsdp x ep: experts are divided over ep, and
-# the parameters of a rank's experts over efsdp.
 EFSDP, EP = "efsdp", "ep"
 
 

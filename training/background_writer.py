@@ -1,6 +1,6 @@
 """A thread that writes metrics and events, so that full, read-only or slow storage delays no step; and the events of a replica group.
 
-Each task (MetricsWriter, Events) writes rows from memory to files; it fails as a whole, and is retried until it succeeds. Failure and
+Each task (metrics, events, config.toml) writes from memory to files; it fails as a whole, and is retried until it succeeds. Failure and
 recovery are reported once each."""
 
 from __future__ import annotations

@@ -46,7 +46,7 @@ class EMA:
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Loads it; without the average of some parameter the average begins anew."""
+        """Loads the averages; begins anew if that of any parameter is missing."""
         # of another model, or left out of loading
         if not {*self.averages, "n_averaged"} <= state.keys():
             return self.reset()

@@ -84,7 +84,7 @@ class MetricsProcessor:
         self._loss = math.nan
         self._validation_loss: float | None = None  # of the newest validation
         self._after_first_s = 0.0
-        # sums since the last logging step
+        # sums since the last logging step; `step` and `_rates` rely on the order
         self._interval = dict.fromkeys(("steps", "tokens", "step_s", "data_s", "device_s"), 0.0)
         self._spent = self._clocks()
         self._group_scalars: Mapping[str, float] = {}

@@ -34,6 +34,7 @@ FORMER_KINDS = {"journals": "metrics", "records": "samples"}  # in checkpoints o
 ROW_BYTES = 1000  # memory of a row, without its text
 
 
+# A key of `scalars` that begins with "validation" makes it the row of a validation.
 class Row(NamedTuple):
     kind: Kind
     step: int

@@ -68,7 +68,7 @@ class Progress:
             self._stack = outer
 
     def renew(self) -> None:
-        """Takes the open phases as entered now, as what they wait for makes progress: the watchdog limits the time since their entry."""
+        """Restarts the time that the watchdog limits, of all open phases: what they wait for makes progress."""
         self._account()
         self._stack = tuple((name, self._mark) for name, _ in self._stack)
 

@@ -41,7 +41,7 @@ class Signals:
         self._lock = threading.Lock()
         self.pending = 0  # requests that `take` would return
         self._stop_requested: float | None = None
-        self._at_stop: Callable[[], object] = int
+        self._at_stop: Callable[[], object] = lambda: None
         self._reader, self._writer = socket.socketpair()
         self._writer.setblocking(False)
         self._old_wakeup_fd = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)

@@ -44,7 +44,8 @@ class SpikeRule:
         )
 
     def accepts(self, norm: Tensor, loss: Tensor, divisor: float) -> Tensor:
-        """Returns whether the step is no spike, on the device, without a host sync. `norm`: of the sum over `divisor` tokens; fp32."""
+        """Returns True, as a tensor on the device, if the step is not a spike; without a host sync. `norm`: of the sum over `divisor`
+        tokens, fp32."""
         max_loss, max_norm = self.bounds(divisor)
         return (loss <= max_loss) & (norm <= max_norm)  # false of NaN and Inf
 
@@ -73,7 +74,7 @@ class SpikeRule:
         return {"window": json.dumps({"in_a_row": self.in_a_row, "values": list(self._window)})}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Loads it; of a longer window the newest values."""
+        """Loads the window; if it is longer than this run's, its newest values."""
         loaded = json.loads(state["window"])
         self.in_a_row = int(loaded["in_a_row"])
         self._window.clear()
@@ -92,6 +93,6 @@ def _words(name: str, value: float, bound: float, factor: float, steps: int) -> 
 
 
 def not_applied(step: int, commit: Commit, spike: str, slot_size: int) -> str:
-    """Returns such as "step 80 not applied: loss nan; positions 40-47"."""
+    """Returns a text such as "step 80 not applied: loss nan; positions 40-47"."""
     positions = sorted(slot + place for slot, _ in commit.slots for place in range(slot_size))
     return f"step {step} not applied: {spike}; {as_ranges('position', positions)}"

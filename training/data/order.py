@@ -102,7 +102,7 @@ def stride(count: int) -> int:
 
 
 def pieces(ends: np.ndarray, at: int, left: int) -> Iterator[tuple[int, int, int]]:
-    """Yields the `left` tokens from `at` on of a stream of pieces that have these `ends`: piece, offset in the stream, and tokens of each
+    """Splits `left` tokens from offset `at` of a stream at the `ends` of its pieces. Yields (piece, offset in the stream, tokens) of each
     part."""
     piece = int(np.searchsorted(ends, at, side="right"))
     while left:
