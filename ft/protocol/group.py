@@ -126,7 +126,9 @@ class GroupMachine:
                     self._fail_waiting("UNAVAILABLE", f"the lighthouse did not answer in {self._tries} tries: {why}")
             case m.LighthouseRequiresRestore(settled) if self._calling:
                 self._answer_ranks(m.RestoreRequired(settled))
-                self.reason = f"a checkpoint has to be loaded: step {m.describe_step(settled)} was settled"
+                self.reason = m.JOB_BEGINS
+                if settled:
+                    self.reason = f"a checkpoint has to be loaded: step {m.describe_step(settled)} was settled"
             case m.LighthouseWaits(reason) if self._calling:
                 self._lighthouse_says = self.reason = reason
             case Notice():

@@ -31,6 +31,8 @@ STEPS_PER_BRANCH, MAX_BRANCH = 1 << 30, 1023
 # longest beat_s: after 2.5 s of silence the lighthouse, whose own beat_s is 1 s, gives a group's name to another that requests it
 MAX_BEAT_S = 2.0
 UNABLE = -1.0  # tokens of a slot in the tail whose group cannot contribute (no valid token, NaN or Inf)
+# reason for an order to load a checkpoint while no step is settled: at a start nothing is lost
+JOB_BEGINS = "the job begins: load the newest checkpoint, if there is one"
 
 Kind = Literal["pharos", "torchft"]  # protocol of a member, and with it the quorum rules that apply
 RefusalCode = Literal["INVALID_ARGUMENT", "ALREADY_EXISTS", "FAILED_PRECONDITION", "LOST"]

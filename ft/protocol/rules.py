@@ -79,7 +79,7 @@ def decide(roster: Roster, now_s: float, *, settled: int, min_replicas: int, joi
     if reference:
         newest = f"the most recent state here is of step {m.describe_step(reference[0])},"
     unrestored = tuple(member.replica_id for member in members if member.restored is None or member.void)
-    reason = f"{newest} but step {m.describe_step(settled)} was settled: load a checkpoint"
+    reason = f"{newest} but step {m.describe_step(settled)} was settled: load a checkpoint" if settled else m.JOB_BEGINS
     return Decision(reason=reason, must_restore=unrestored)
 
 

@@ -409,7 +409,9 @@ class StepMachine:
             case m.RestoreRequired(settled) if phase is Phase.ASKING:
                 self._drop_gradients()
                 self._out.append(m.LoadCheckpoint(settled))
-                self.reason = f"step {describe_step(settled)} was settled, and no group has its state any more"
+                self.reason = m.JOB_BEGINS
+                if settled:
+                    self.reason = f"step {describe_step(settled)} was settled, and no group has its state any more"
             case m.Restored() if phase in (Phase.BOUNDARY, Phase.ASKING):
                 self._on_restored(event)
             case m.Rewind(why):

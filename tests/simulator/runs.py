@@ -30,6 +30,7 @@ WAITS = (
     "for the others",
     "may come back",
     "was settled: load a checkpoint",
+    "the job begins: load the newest checkpoint",
     "sitting out",
     "members of a running job are given time",
     "its answer got lost",
