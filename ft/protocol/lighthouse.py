@@ -2,10 +2,11 @@
 it. roster.py has the live ids of replica groups; rules.py decides whether they form a quorum; quorum_record.py has the history of the
 newest quorum and sends its notices.
 
-Design choice: without its state file a lighthouse does not know a job that runs, so the first group that requests a quorum begins the job
-anew, unless --recover is given. If members then report a quorum of a different epoch, the running job continues as after --recover, as
-long as no step of the new one is settled (`_gives_way_to`). Later its members are notified that their quorum is over; those whose state is
-further are refused, so that they keep it, until the job is as far, has ended or may be taken over (`_refuse_epoch`); the others heal.
+Design choice: without its state file a lighthouse does not know a job that runs. Usually the members' streams reopen, and they report their
+quorum before any group requests one: it is adopted, and the other members are awaited. A group whose request comes before any report begins
+the job anew, unless --recover is given. If members then report a quorum of a different epoch, the running job continues as after --recover,
+as long as no step of the new one is settled (`_gives_way_to`). Later its members are notified that their quorum is over; those whose state
+is further are refused, so that they keep it, until the job is as far, has ended or may be taken over (`_refuse_epoch`); the others heal.
 """
 
 from __future__ import annotations
@@ -60,8 +61,8 @@ class LighthouseMachine:
         lower_limits: bool = False,
     ) -> None:
         """`epoch`: unique to this process, used unless `saved` or a report has the job's. `saved`: contents of the state file. `recover`:
-        without it the job runs, and its members report it; else a job begins. `lower_limits`: the config's limits apply even below saved
-        ones."""
+        matters only without `saved`. True: a job runs, and its members report its quorum; False: a job begins. `lower_limits`: the config's
+        limits apply even below saved ones."""
         limits = config.limits if lower_limits else config.limits.at_least(saved.limits if saved else None)
         times, count = replace(config.times, takeover_s=limits.takeover_s), limits.num_replica_groups
         self.config = config = replace(config, min_replicas=limits.min_replicas, times=times, num_replica_groups=count)
@@ -70,7 +71,7 @@ class LighthouseMachine:
         self._record: QuorumRecord | None = None  # record of the newest quorum
         self._epoch, self._last_id, self._settled = epoch, 0, 0
         # settled step at which this process began this epoch, or learned it from a report; None: it is from the state file, or unused
-        self._began_at: int | None = None
+        self._began_at_step: int | None = None
         self._fingerprint: Fingerprint = ()  # the job's
         self._last_tick_s = now_s
         self._excused_until_s = now_s  # until then a closed stream is no sign of a death; see _notice_stop
@@ -201,7 +202,9 @@ class LighthouseMachine:
                 newest_id = 0  # ids of two epochs do not compare
             if known_quorum.members and (gives_way or self.quorum is None or known_quorum.epoch == self.quorum.epoch):
                 old = self.quorum
-                if known_id > newest_id:  # issued by the lighthouse process before this one, maybe after going back
+                # issued by the lighthouse process before this one, maybe after the job went back to a checkpoint: so its settled step
+                # counts, even where the one known here is higher
+                if known_id > newest_id:
                     if known_quorum.epoch != self._epoch and not self._state_file_lost:
                         self._await_reports(now_s)
                     self._epoch, self._settled = known_quorum.epoch, 0
@@ -209,7 +212,7 @@ class LighthouseMachine:
                 if known_id >= newest_id:
                     self._settled = max(self._settled, event.settled)
                 if known_id > newest_id and self._state_file_lost:
-                    self._began_at = self._settled
+                    self._began_at_step = self._settled
                 if gives_way:
                     self._persist(now_s)  # else a restart would continue from the other epoch
                 if self._record and known_id > newest_id:
@@ -230,7 +233,8 @@ class LighthouseMachine:
     def _gives_way_to(self, event: m.StreamOpened, known: Quorum) -> bool:
         """True if a member of a different epoch, of the same fingerprint, reports a later settled step, while no step of this epoch is
         settled since this process has begun it, or has learned it from a report. Not if the member cannot return: its name is taken."""
-        if self._began_at is None or self._settled > self._began_at or not known.members or known.epoch == self._epoch:
+        began_at_step = self._began_at_step
+        if began_at_step is None or self._settled > began_at_step or not known.members or known.epoch == self._epoch:
             return False
         later = max(event.settled, known.reference[0]) > self._settled
         may_return = self.roster.live.get(m.name_of(event.replica_id), event.replica_id) == event.replica_id
@@ -260,6 +264,7 @@ class LighthouseMachine:
             # else it may have settled steps of a history that a checkpoint has replaced
             in_history = in_newest or (event.step, event.commit_quorum_id) == record.quorum.reference[:2]
             settled = event.settled if in_history and event.step != m.VOID else 0
+            # a member that has committed step s in this quorum shows that step s - 1 is settled
             self._settled = max(self._settled, settled, (event.step - 1) * in_newest)
             record.on_report(event, now_s)
 
@@ -268,7 +273,9 @@ class LighthouseMachine:
         if roster.kind == "pharos":
             roster.end_claim(replica_id)
         if claims and not roster.claims:
-            self._persist(now_s)  # the job is over: its limits and fingerprint do not apply to the next one
+            # The job is over: the file keeps neither its limits nor its fingerprint. In this process the next job has its own
+            # fingerprint, too (`_choose_fingerprint`); limits that were higher than the flags stay so until a restart.
+            self._persist(now_s)
         if replica_id not in roster.peers or roster.peers[replica_id].kind != "pharos":
             return
         if not event.clean:
@@ -361,7 +368,7 @@ class LighthouseMachine:
         else:
             new_id = self._record.quorum.quorum_id
         if self._record is None:
-            self._began_at = decision.reference[0]
+            self._began_at_step = decision.reference[0]
         quorum = Quorum(new_id, decision.members, decision.reference, self._epoch, self._fingerprint)
         self._settled = decision.reference[0]
         for peer in map(self.roster.peers.__getitem__, ids):
