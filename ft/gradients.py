@@ -381,7 +381,7 @@ class Gradients:
             self._held.clear()
 
     def drop(self) -> None:
-        """Discards the gradients, which no sum may contain any more; .grad becomes None."""
+        """Discards the gradients, which no sum may contain any more, and with them all rounding errors; .grad becomes None."""
         with self._lock:
             self._drop_gradients()
             for user_allreduce in self._step.allreduces:
@@ -393,7 +393,7 @@ class Gradients:
                 self._attempt.copied.clear()
 
     def drop_feedback(self) -> None:
-        """Discards the rounding errors of earlier quantised reductions: a state without them was loaded."""
+        """Discards the rounding errors of earlier quantised reductions: the gradients are given up, or a state without them is loaded."""
         self._feedback.clear()
 
     @property

@@ -9,7 +9,8 @@ int8 (all-to-all); owners add these up in fp32, in the order of ranks, and send 
 Errors of both exchanges are fed back (Seide et al., Interspeech 2014; Tang et al., DoubleSqueeze, arXiv 1905.05957): each rank adds its own
 rounding errors to its next values, and an owner does so with the rounding errors of its sums. So over many steps nothing is lost: the
 delivered sums and all residuals add up to the contributed values. That does not depend on the membership, since an owner contributes its
-residual as values of its own, whichever rank owns that share in the next reduction.
+residual as values of its own, whichever rank owns that share in the next reduction. Only a group that heals, or drops its gradients, loses
+what its residual holds, as it loses the gradients (Gradients.drop).
 """
 
 from __future__ import annotations
