@@ -26,8 +26,9 @@ log = logging.getLogger("pharos.healing")
 
 
 class Healer:
-    """Offers and fetches of one rank. `on_event` receives HealEnded, in the fetch thread; before it `on_layout_mismatch` receives the
-    reason if no source has our layout or can send its state. For the trainer's thread, except for `end_offer`."""
+    """Offers and fetches of one rank. `on_event` receives HealEnded; before it `on_cannot_heal` receives the reason if no retry would help.
+    Both are called in the fetch thread: no source has our layout or can send its state; or in the trainer's, inside `fetch`: this rank's own
+    state has values that cannot be sent, so it has no layout to compare. For the trainer's thread, except for `end_offer`."""
 
     def __init__(
         self,
@@ -38,11 +39,11 @@ class Healer:
         access: Access,
         grace_s: float,
         on_event: Callable[[m.Event], None],
-        on_layout_mismatch: Callable[[str], None] = lambda why: None,
+        on_cannot_heal: Callable[[str], None] = lambda why: None,
     ) -> None:
         self._state, self.transport = state, transport
         self._group_rank, self._access, self._grace_s = group_rank, access, grace_s
-        self._on_event, self._on_layout_mismatch = on_event, on_layout_mismatch
+        self._on_event, self._on_cannot_heal = on_event, on_cannot_heal
         self._fetching: threading.Thread | None = None
         self._unsendable = ""  # logged reason why the state cannot be sent
         self._ended_quorum = 0  # newest quorum whose offer was ended
@@ -98,7 +99,7 @@ class Healer:
         try:
             into = self._state.view()
         except FormatError as error:
-            self._on_layout_mismatch(str(error))
+            self._on_cannot_heal(str(error))
             return self._on_event(m.HealEnded(quorum.quorum_id, ok=False, reason=str(error)))
         given = quorum, into, self._cancelled
         self._fetching = threading.Thread(target=self._fetch, args=given, name="ft-heal", daemon=True)
@@ -146,7 +147,7 @@ class Healer:
                 self.touched |= getattr(error, "touched", True)
                 mismatch = isinstance(error, HealFailed) and error.layout_mismatch
                 if mismatch and not cancelled.is_set():
-                    self._on_layout_mismatch(str(error))
+                    self._on_cannot_heal(str(error))
                 for name in getattr(error, "gone_sources", ()):
                     del group_servers[name]
                 if mismatch or cancelled.is_set() or not group_servers or time.monotonic() > until_s:

@@ -161,7 +161,7 @@ class Manager:
             access=config.access,
             grace_s=config.times.heal_grace_s,
             on_event=self._feed_from_thread,
-            on_layout_mismatch=self._reject_mismatched_state,
+            on_cannot_heal=self._on_cannot_heal,
         )
         self.closed = threading.Event()
         self.client = connect(self.membership.address, config.group_rank, config.access)
@@ -623,10 +623,10 @@ class Manager:
                 f"group {self._config.name} cannot take part: {why}; it is replica rank {quorum.replica_rank}"
             )
 
-    def _reject_mismatched_state(self, why: str) -> None:
-        """Called in the fetch thread if no source can send its state, or all have one of a different layout than this rank's. Raises
-        BadInput in the trainer's thread, unless this rank has committed a step: a newcomer, too, has formed a generation before it
-        heals."""
+    def _on_cannot_heal(self, why: str) -> None:
+        """Called in the fetch thread if no source can send its state, or all have one of a different layout than this rank's; in the
+        trainer's thread if this rank's own state cannot be sent. Raises BadInput in the trainer's thread, unless this rank has committed a
+        step: a newcomer, too, has formed a generation before it heals."""
         if self._has_committed:
             log.error("%s: this group waits until it can receive the state of the others", why)
         else:

@@ -261,7 +261,7 @@ def test_a_heal_that_failed_for_good_is_told_to_its_sources(mismatch: bool, gone
         access=Access(),
         grace_s=grace_s,
         on_event=ended.put,
-        on_layout_mismatch=said.append,
+        on_cannot_heal=said.append,
     )
     healer.find = lambda address: address  # type: ignore[method-assign]
     sources = (m.Source(0, "http://127.0.0.1:2"),)
