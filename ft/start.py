@@ -63,7 +63,7 @@ class SoloManager:
         contributed, _ = self._ledger.commit(totals.tokens_per_slot)
         trained, holes = tuple((slot, assignment[slot]) for slot in contributed), tuple(self._ledger.holes)
         mean_loss, skipped = totals.loss_sum / divisor, self._ledger.newly_skipped
-        rewound = self._ledger.begun_by(self.step) if self._ledger.rewinds else None
+        rewound = self._ledger.rewind_before(self.step) if self._ledger.rewinds else None
         return Commit(divisor, (0,), mean_loss, 1, slots=trained, holes=holes, skipped=skipped, rewound=rewound)
 
     def skip(self, slots: Sequence[int]) -> None:

@@ -9,9 +9,9 @@
 
 The *tail* is the end of the last gradient bucket: token counts, loss and flags, all-reduced with the gradients. A healing replica group
 passes through the same phases and contributes zeros. It holds the reduced gradients of each step until its state has arrived; with
-heal_backlog steps held it waits (AWAITING_STATE). All ranks of a group take the same branches, since each depends on an answer of the group
-(a QuorumResult, an Outcome) or on the tail. A notice of a loss or an abort ends a wait and decides nothing (except in AWAITING_STATE, where
-the generation fails): forward and backward are completed, and if the all-reduces have completed too, the vote is as usual; else it is
+heal_backlog steps held it waits (AWAITING_STATE). All ranks of a group make the same transitions, since each depends on an answer of the
+group (a QuorumResult, an Outcome) or on the tail. A notice of a loss or an abort ends a wait and decides nothing (except in AWAITING_STATE,
+where the generation fails): forward and backward are completed, and if the all-reduces have completed too, the vote is as usual; else it is
 "failed".
 
 A commit vote that is not yes: `retry` means that all groups saw in the tail that one of them could not contribute, and they repeat the
@@ -22,7 +22,7 @@ Design choices:
 - A group that cannot use its gradients asks for a retry in the tail of the first attempt, and in that of the retry writes UNABLE for each
   of its slots, so every ledger counts the failure, also that of a newly healed group. It has one gradient sum for all its slots: if one
   slot gives NaN or Inf, all are marked. A slot without a valid token beside usable ones is UNABLE at once, and alone.
-- Slots are assigned when a quorum is answered only if the tail of the last commit announced a change, else at that commit. So the holders
+- The next step's slots are assigned at a commit; if its tail announced a change, when the quorum that follows is answered. So the holders
   of a state have the same assignment; if not (one has loaded that state from a checkpoint), all drop theirs and make a new one.
 - Of the tail only the token counts enter commit_id: they are integers, exact in fp32 up to 2**24 per slot, and beyond that rounded
   equally in all groups. The last bits of the loss depend on its place in the bucket, which differs between the ranks of a group.
@@ -30,9 +30,9 @@ Design choices:
   were compared one update earlier. One rank of each group sees the difference and reports it as `divergent` in a commit vote that is yes;
   the group's outcome has it for all ranks. The step is committed all the same: the steps before it were reduced with the same wrong
   weights. A group that has healed is no witness before it has been compared, unless it healed at step 0: all groups begin with that state.
-- Ranks learn that all ranks of the group have the healed state at different points of a step. So they load it at the first outcome that the
-  group decides afterwards (Outcome.healed), or at once where they wait only for it, as then all do. While a heal is open, a rank requests
-  no quorum before that: else one rank might request it as void, another with the state.
+- Once all ranks of a group have the healed state, each of them learns of it at a different point of its step. So they load it at the first
+  outcome that the group decides afterwards (Outcome.healed), or at once where they wait only for it, as then all do. While a heal is open,
+  a rank requests no quorum before that: else one rank might request it as void, another with the state.
 - A group that wants to leave while all others heal from it stays until one of them has been assigned slots, or they are gone.
 - A group that has no slots because it has just healed contributes zeros and announces a change, to be assigned slots in the next step. A
   spare contributes zeros and announces nothing: it is assigned slots when there are too few other groups in a quorum.
@@ -120,7 +120,7 @@ class Ledger:
         # the open assignment: slot -> replica_id, by replica_rank; the dict is replaced, never changed
         self.assignment: dict[int, str] = {}
 
-    def begun_by(self, step: int) -> Rewound | None:
+    def rewind_before(self, step: int) -> Rewound | None:
         """Returns the newest rewind if `step` is the first one after it."""
         return self.rewinds[-1] if self.rewinds and self.rewinds[-1].step + 1 == step else None
 
@@ -202,8 +202,9 @@ class Ledger:
         return tuple(ranges)
 
     def rewind(self, spiked: dict[str, Any], step: int, spiked_step: int, reason: str) -> None:
-        """Continues the loaded ledger of a checkpoint of `step` behind `spiked`, the state_dict at `spiked_step`: what was assigned between
-        the two is left out for good, unless it is a hole there."""
+        """Turns this ledger, which was loaded from the checkpoint of `step`, into that of the next branch. `spiked`: the state_dict of the
+        ledger at `spiked_step`, where the job goes back. Its position and its holes are those of the new branch; all other positions that
+        were assigned between the two steps are never trained on again (`rewinds`)."""
         taken = [(hole, hole + self.slot_size) for hole in self.holes] + [(self.position, int(spiked["position"]))]
         self.position, self.holes = int(spiked["position"]), [int(hole) for hole in spiked["holes"]]
         self.unable = Counter({int(slot): int(count) for slot, count in spiked["unable"]})
@@ -329,9 +330,10 @@ class StepMachine:
         self.void = config.restores  # True: it has no complete state, and is neither source nor contributor
         self.quorum: QuorumResult | None = None
         self._due = True  # True: the next step begins with a quorum
-        self._failed = False  # True: the generation failed
+        self._generation_failed = False  # False again once a quorum is answered
         self.finished = False  # True: a group has left after the last step was saved
-        self.abort_reason = ""  # why no further attempt is launched on the current generation; empty: one may be
+        # why no further attempt is launched on the current generation, so that Seam.needs_new_quorum is True; empty: one may be
+        self.abort_reason = ""
         self._wants_change = ""  # reason of a change that the next tail announces; empty: none
         # notices received in ASKING: the quorum that they belong to may come later, since the answer has a stream of its own
         self._early_notices: list[m.Notice] = []
@@ -344,7 +346,7 @@ class StepMachine:
         self._collective_step = 0  # step of the group's collectives: `step`, or a later one while steps are held
         self._attempt = 0
         self._retries = 0  # retries in a row
-        self._failures = 0  # failed attempts in a row
+        self._failures_in_a_row = 0  # of attempts
         self._tail_slots = 0  # number of slots in the tail of this step
         self._slots: tuple[int, ...] = ()  # this group's slots in this attempt
         self._missing: tuple[int, ...] = ()  # those of them that are not computed yet
@@ -353,7 +355,7 @@ class StepMachine:
         self.heal: OpenHeal | None = None  # not None: the state is being fetched, or is not loaded yet
         self._heal_failed = False  # True: the last heal ended without a state, and the group is still void
         self._held: list[tuple[Tail, bool]] = []  # held steps: the tail, and whether a quorum was due after the step
-        self._failure: str | None = None  # reason why this attempt fails
+        self._attempt_failure: str | None = None  # reason why this attempt fails
         self.tail: Tail | None = None  # reduced tail of this attempt
         self._offering = False  # True: other groups heal from this one
         # True: the last step of the generation had no contribution, and its assignment was dropped
@@ -397,7 +399,7 @@ class StepMachine:
                 self._leave_at_step = step
             case m.ReduceFailed() if phase is Phase.COMPUTING:
                 if self.attempt_id == (event.quorum_id, event.attempt, event.step):
-                    self._failure, self.reason = self._failure or event.reason, event.reason
+                    self._attempt_failure, self.reason = self._attempt_failure or event.reason, event.reason
                     if not self._missing:
                         self._vote_on_commit()
             case QuorumResult() if phase is Phase.ASKING:
@@ -476,7 +478,8 @@ class StepMachine:
         self._call_number += 1
         # The Manager sets checkpoint_metadata, fingerprint and blame, and of the member shrink_only, commit_failures, writes_checkpoint and
         # reconfigure_handles.
-        call = m.RankCall(self.config.group_rank, member, known=known, failed=self._failed, number=self._call_number)
+        failed, number = self._generation_failed, self._call_number
+        call = m.RankCall(self.config.group_rank, member, known=known, failed=failed, number=number)
         self._out.append(m.AskQuorum(call))
 
     def _on_quorum(self, quorum: QuorumResult, now_s: float) -> None:
@@ -484,7 +487,8 @@ class StepMachine:
         self._attempt = self._attempt + 1 if same else 0
         self.quorum, self._collective_step = quorum, quorum.reference[0]
         self._tail_slots = quorum.assigned or self.ledger.slot_count(len(quorum.participants))
-        self._due, self._failed, self.abort_reason, self._wants_change, self._failure = False, False, "", "", None
+        self._due = self._generation_failed = False
+        self.abort_reason, self._wants_change, self._attempt_failure = "", "", None
         self._retries, self._assignment_dropped, self._healed_in_generation = 0, False, False
         self._heal_uncommitted, self._offering = quorum.heal, bool(quorum.recover_dst_replica_ranks)
         if quorum.heal:  # the others continue from a different state
@@ -522,7 +526,7 @@ class StepMachine:
     def _start(self) -> None:
         """Begins an attempt: computes missing slots, or at once launches kept gradients or zeros."""
         assert self.quorum is not None
-        self.tail = self._failure = None
+        self.tail = self._attempt_failure = None
         self.phase = Phase.COMPUTING
         interval = self.config.digest_interval
         compares = interval > 0 and (self._collective_step % STEPS_PER_BRANCH + 1) % interval == 0
@@ -554,7 +558,7 @@ class StepMachine:
         quorum, own, slots = self.quorum, self.contribution, self._slots
         assert quorum is not None
         if self.abort_reason:
-            self._failure = self._failure or self.abort_reason
+            self._attempt_failure = self._attempt_failure or self.abort_reason
             self._vote_on_commit()
             return
         # All others of the quorum heal from this group: its state would be lost with it.
@@ -594,7 +598,7 @@ class StepMachine:
         own.able, own.kept = own.able and event.able, own.kept and event.kept
         self._missing = ()
         self.reason = "the gradients are complete"
-        if self._failure is not None:
+        if self._attempt_failure is not None:
             self._vote_on_commit()
         else:
             self._launch()
@@ -604,9 +608,9 @@ class StepMachine:
             return
         tail = Tail.of(event.tail, self._digest_count)
         if math.isfinite(sum(tail.tokens) + tail.ok + tail.change):  # the loss may be NaN or Inf
-            self.tail, self._failure = tail, None
+            self.tail, self._attempt_failure = tail, None
         else:
-            self._failure = "the reduced tail is not finite"
+            self._attempt_failure = "the reduced tail is not finite"
         self._vote_on_commit()
 
     def _vote_on_commit(self) -> None:
@@ -616,8 +620,8 @@ class StepMachine:
         verdict: Literal["yes", "retry", "failed"] = "failed"
         change, divergent = False, tuple[str, ...]()
         if tail is None:
-            assert self._failure is not None
-            self.reason = self._failure
+            assert self._attempt_failure is not None
+            self.reason = self._attempt_failure
         elif round(tail.ok) < len(quorum.members):
             verdict, change = "retry", tail.change > 0
             self.reason = f"{len(quorum.members) - round(tail.ok)} of {len(quorum.members)} groups cannot contribute: another attempt"
@@ -663,9 +667,9 @@ class StepMachine:
             return self._stop(
                 f"after step {describe_step(self._collective_step)} the groups hold different weights, and no majority has the same"
             )
-        if self._copied:
+        if self._copied:  # until the tail has a digest of it: then the others have compared the copy
             self._copied = member_digest(tail.digests, quorum.replica_rank) == NONE
-        self.phase, self._due, self._failures = Phase.BOUNDARY, outcome.change or self.config.every_step, 0
+        self.phase, self._due, self._failures_in_a_row = Phase.BOUNDARY, outcome.change or self.config.every_step, 0
         if outcome.change and len(quorum.members) == 1:
             # Others want to join, and the state would be lost with this group. Decided by the outcome, as some ranks may not know it yet.
             self._leave_announced = False
@@ -742,7 +746,7 @@ class StepMachine:
                 slots=tuple(zip(contributed, contributors, strict=True)),
                 holes=tuple(self.ledger.holes),
                 skipped=self.ledger.newly_skipped,
-                rewound=self.ledger.begun_by(self.step % STEPS_PER_BRANCH) if self.ledger.rewinds else None,
+                rewound=self.ledger.rewind_before(self.step % STEPS_PER_BRANCH) if self.ledger.rewinds else None,
                 held=held,
                 leave=self.step % STEPS_PER_BRANCH == self._leave_at_step or (self._leave_announced and not held),
             )
@@ -757,14 +761,14 @@ class StepMachine:
 
     def _fail(self, why: str, now_s: float) -> None:
         """Ends the generation as failed. Computed gradients are kept for the next one if they can be reduced again."""
-        self._failed, self._due = True, True
-        self._failures += 1
+        self._generation_failed, self._due = True, True
+        self._failures_in_a_row += 1
         if self.quorum:
             self._out.append(m.AbandonGeneration(self.quorum.quorum_id))
         self._drop_slots_unless_kept()
         allowed = self.config.max_retries
-        if allowed is not None and self._failures > allowed:
-            failed = f"{self._failures} attempts in a row failed"
+        if allowed is not None and self._failures_in_a_row > allowed:
+            failed = f"{self._failures_in_a_row} attempts in a row failed"
             self._stop(f"{failed}, fault_tolerance.max_retries allows {allowed}: {why}")
         elif self.heal and not self.heal.agreed:
             self._vote_on_heal("failed", why)
@@ -885,7 +889,7 @@ class StepMachine:
         self._drop_gradients()
         self._drop_held()
         self.heal, self._heal_failed = None, False
-        self.phase, self.void, self._failed, self._due = Phase.BOUNDARY, True, True, True
+        self.phase, self.void, self._generation_failed, self._due = Phase.BOUNDARY, True, True, True
         self.reason = f"goes back to a checkpoint: {why}"
 
     def _begin_branch(self, spiked: dict[str, Any], why: str) -> None:
@@ -913,7 +917,9 @@ class StepMachine:
             return
         elif isinstance(notice, m.ChangeAnnounced):
             self._wants_change = self.reason = notice.reason or "announced"
-        elif isinstance(notice, m.MemberLost | m.GenerationAborted) and not (self._failed or self.abort_reason):
+        elif self._generation_failed or self.abort_reason:
+            return  # its waits have ended, or are interrupted
+        elif isinstance(notice, m.MemberLost | m.GenerationAborted):
             self.abort_reason = self.reason = f"{type(notice).__name__}: {notice.reason}"
             if self.phase in (Phase.CONFIGURING, Phase.COMPUTING):
                 self._out.append(m.InterruptCollectives(notice.quorum_id, self.abort_reason))
@@ -925,7 +931,8 @@ class StepMachine:
 
     def _stop(self, why: str, slots: tuple[int, ...] = ()) -> None:
         self.phase, self.reason = Phase.STOPPED, why
-        self._out.append(m.Stop(why, slots, clean=not self._failed))  # not failed: no other group waits for this one
+        clean = not self._generation_failed  # then no other group waits for this one
+        self._out.append(m.Stop(why, slots, clean=clean))
 
 
 @lru_cache(64)  # called at each commit, mostly with the same arguments
