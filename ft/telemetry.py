@@ -70,8 +70,9 @@ def ignore_event(event: str, step: int, **what: object) -> None:
 
 @dataclass(frozen=True)
 class Status:
-    """Values that are reported at once when they change. `waiting`: for other groups, or for ranks of this group (`summed`: in a vote,
-    after the reduction). `phase`: name of a long phase, with its time limit; "" and 0: none."""
+    """Values that are reported at once when they change. `waiting`: this rank entered a reduction with other groups more than half a
+    heartbeat ago, and is still in it or in the vote after it; `summed`: it is in the vote, so its own reduction is over. `phase`: name of a
+    long phase, with its time limit; "" and 0: none."""
 
     waiting: bool = False
     summed: bool = False
@@ -144,6 +145,7 @@ class ManagerTelemetry:
 
     def quorum(self, quorum: m.QuorumResult) -> None:
         members, sources = quorum.members, [quorum.members[source.replica_rank] for source in quorum.sources]
+        # spares, too; but only torchft's interface has spares, and its Manager is given no receiver of events
         healing = [name_of(member) for member in members if member not in quorum.participants]
         self.event("quorum", quorum_id=quorum.quorum_id, groups=[*map(name_of, members)], healing=healing)
         at = m.describe_step(quorum.reference[0], self._inner_steps)

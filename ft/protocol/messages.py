@@ -1,8 +1,9 @@
 """Messages of the protocol: the events that the state machines take, the effects that they return, and the dataclasses in both.
 
-Each machine has one method, `handle(event, now_s) -> Out`. It never waits, and never reads a clock: `now_s` is the driver's monotonic time.
-The driver carries out `Out.effects` in order, as the class of each effect says, and may log `Out.reason` when it changes. *Group* is a
-replica group; a process group is called so, except within ft/process_groups.
+Each machine is driven by one method, `handle(event, now_s) -> Out`. It never waits, and never reads a clock: `now_s` is the driver's
+monotonic time. The driver carries out `Out.effects` in order, each as the docstring of its class says (the Manager carries out
+InterruptCollectives at once), and may log `Out.reason` when it changes. *Group* is a replica group; only within ft/process_groups it is a
+process group.
 
     Trainer's rank:  step.StepMachine              <- begin, reduced tail, quorum result, outcome, notice -> configure, reduce, vote, commit
     Group's server:  group.GroupMachine            <- its ranks' requests and votes, the lighthouse   -> the lighthouse, answers to ranks
@@ -28,7 +29,8 @@ VOID = -1  # step of a group without a complete state: it heals, or waits for an
 # 0 the number is the step itself. Trainers, logs and pages show s, and b where it is not 0. Legal steps (rules.MAX_STEP; int64 in
 # pharos.proto) leave room for 1,024 branches.
 STEPS_PER_BRANCH, MAX_BRANCH = 1 << 30, 1023
-# longest beat_s: after 2.5 s of silence the lighthouse, whose own beat_s is 1 s, gives a group's name to another that requests it
+# longest beat_s of a group: a heartbeat must come before the lighthouse, whose own beat_s is 1 s, gives the group's name to another that
+# requests it, which it does after 2.5 s of silence (LighthouseMachine._name_taken)
 MAX_BEAT_S = 2.0
 UNABLE = -1.0  # tokens of a slot in the tail whose group cannot contribute (no valid token, NaN or Inf)
 # reason for an order to load a checkpoint while no step is settled: at a start nothing is lost
@@ -301,7 +303,8 @@ class Report(Event):
     replica_id: str
     step: int  # VOID while healing
     commit_quorum_id: int = 0
-    # True: all ranks have entered the all-reduce with other groups, and some are still in it; in a rank's own report: it has entered it
+    # True, of a group: all its ranks have entered the all-reduce with other groups, and some are still in it; in a report of one rank, to
+    # its group's server: this rank has entered it (telemetry.Status)
     waiting: bool = False
     median_step_s: float = 0.0
     settled: int = 0
@@ -384,8 +387,10 @@ class PersistentState:
             step, commit_quorum_id, commit_id = quorum["reference"]
             fingerprint = tuple((what, digest) for what, digest in quorum.get("fingerprint") or quorum.get("shape", ()))
             renamed = {"dealt": "assigned", "deal_id": "assignment_id"}
-            told = [{renamed.get(name, name): value for name, value in x.items()} for x in quorum["members"]]
-            members = tuple(Member(**{**x, "reconfigure_handles": tuple(x["reconfigure_handles"])}) for x in told)
+            renamed_members = [{renamed.get(name, name): value for name, value in x.items()} for x in quorum["members"]]
+            members = tuple(
+                Member(**{**x, "reconfigure_handles": tuple(x["reconfigure_handles"])}) for x in renamed_members
+            )
             quorum = Quorum(
                 quorum["quorum_id"], members, (step, commit_quorum_id, commit_id), quorum["epoch"], fingerprint
             )
