@@ -25,7 +25,7 @@ from pathlib import Path
 
 from ft.children import unsignalled
 from ft.process_groups.errors import ProcessGroupError
-from ft.process_groups.sockets import exactly
+from ft.process_groups.sockets import recv_exactly
 
 FORK, REAP, READY = b"fork", b"reap", b"ready"
 ANSWER_S = 10.0  # timeout of a request for a child: a fork takes milliseconds
@@ -61,8 +61,8 @@ class Channel:
         """Returns the next message and its descriptors, which the caller must close; None: the other end is closed."""
         try:
             head, descriptors, _, _ = socket.recv_fds(self._socket, _HEAD.size, MAX_DESCRIPTORS)
-            head += exactly(self._socket, _HEAD.size - len(head)) if head else b""
-            return (exactly(self._socket, *_HEAD.unpack(head)), descriptors) if head else None
+            head += recv_exactly(self._socket, _HEAD.size - len(head)) if head else b""
+            return (recv_exactly(self._socket, *_HEAD.unpack(head)), descriptors) if head else None
         except OSError:
             return None
 

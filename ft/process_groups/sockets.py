@@ -89,7 +89,7 @@ def local_address_for(host: str) -> str:
     raise OSError(f"no interface of this machine leads to {host}")
 
 
-def exactly(sock: socket.socket, count: int) -> bytes:
+def recv_exactly(sock: socket.socket, count: int) -> bytes:
     """Receives exactly `count` bytes. Raises ConnectionError if the peer closes the connection before."""
     got = bytearray()
     while len(got) < count:

@@ -28,7 +28,7 @@ from typing import Any, TypeVar
 
 from torch._C._distributed_c10d import Store, TCPStore
 
-from ft.process_groups.sockets import exactly
+from ft.process_groups.sockets import recv_exactly
 
 T = TypeVar("T")
 _VALIDATE, _SET, _COMPARE_SET, _GET, _ADD, _CHECK, _WAIT, _, _DELETE = range(9)
@@ -206,7 +206,7 @@ class StoreClient(Store):
         assert self._socket is not None
         with self._problems():
             self._socket.settimeout(limit_s or self._limit_s)
-            return exactly(self._socket, count)
+            return recv_exactly(self._socket, count)
 
     @contextmanager
     def _problems(self) -> Iterator[None]:

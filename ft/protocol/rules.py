@@ -54,8 +54,8 @@ def decide(roster: Roster, now_s: float, *, settled: int, min_replicas: int, joi
     all_previous_requested = bool(present) and not roster.missing
     requests = f"{len(candidates)} of {healthy} healthy groups have requested a quorum"
     if count == 0:
-        vain = "; they request a shrink, but no previous member has requested a quorum"
-        return Decision(reason=requests + vain if shrink and candidates else requests)
+        shrink_reason = "; they request a shrink, but no previous member has requested a quorum"
+        return Decision(reason=requests + shrink_reason if shrink and candidates else requests)
     if count < min_replicas:
         return Decision(reason=f"{requests}; {count} would take part, min_replicas is {min_replicas}")
     if not all_previous_requested and 2 * len(candidates) <= healthy:
