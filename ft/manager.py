@@ -494,7 +494,7 @@ class Manager:
                         self.process_group.abandon(f"quorum {quorum_id} failed", then=free)
                     case m.DropGradients():
                         self._drop_gradients()
-                    case m.WeightsDiffer():
+                    case m.ReportWeightsDiffer():
                         assert quorum is not None
                         self._telemetry.difference(effect, quorum.members)
                     case m.Fence():  # blocks for heal_grace_s and a copy at most; reported with twice that limit, so that it is no stall
@@ -518,7 +518,7 @@ class Manager:
                         # a later call raises it again: the machine has ended
                         self._error, self._assignment = Stopped(reason, slots), None
                         raise self._error
-                    case m.Settled():
+                    case m.ReportSettled():
                         pass  # for observers
                     case _:
                         raise NotImplementedError(f"an effect that the Manager cannot carry out: {effect}")

@@ -157,7 +157,7 @@ class ManagerTelemetry:
             text += f"; {', '.join(members[rank] for rank in quorum.recover_dst_replica_ranks)} heal from this group"
         log.info("%s", text)
 
-    def difference(self, effect: m.WeightsDiffer, members: tuple[str, ...]) -> None:
+    def difference(self, effect: m.ReportWeightsDiffer, members: tuple[str, ...]) -> None:
         """Reports that the weights of groups differ."""
         rank, divergent, step = self._group_rank, effect.replica_ids, m.step_of(effect.step) * self._inner_steps
         self._record_event("weights differ", step, rank=rank, groups=[*map(name_of, divergent)])

@@ -208,7 +208,8 @@ class Message:
 
 
 class Effect(Message):
-    """Something that a driver carries out. Settled is for observers only."""
+    """Something that a driver carries out; ReportSettled is for observers only. An effect is named by an order or a report, an event by
+    what was observed or requested. Waits is a report, named as its message in pharos.proto."""
 
 
 class Event(Message):
@@ -595,7 +596,7 @@ class QuorumResult(Event):
 
 class Outcome(Event):
     """A group's decision: the same for all its ranks, which never revise it. A committed step may still be lost with all groups that have
-    it, until it is settled (Settled)."""
+    it, until it is settled (ReportSettled)."""
 
     kind: Literal["configured", "commit", "healed"]
     quorum_id: int
@@ -732,7 +733,7 @@ class LaunchRemaining(Effect):
     copied: bool = False  # True: the digest is marked as a copy's, so that it is no witness (compare.as_sent)
 
 
-class WeightsDiffer(Effect):
+class ReportWeightsDiffer(Effect):
     """Report that the weights of this group_rank after `step` differ between the groups."""
 
     step: int
@@ -813,8 +814,8 @@ class LoadCheckpoint(Effect):
     settled: int
 
 
-class Settled(Effect):
-    """Step `step` is final: no recovery leads to a different version of it. For observers: a driver has nothing to do."""
+class ReportSettled(Effect):
+    """Report that step `step` is final: no recovery leads to a different version of it. For observers: a driver has nothing to do."""
 
     step: int
 

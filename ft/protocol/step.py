@@ -631,7 +631,7 @@ class StepMachine:
             verdict, change = "yes", tail.change > 0 or bool(divergent)
             if divergent:
                 self._out.append(
-                    m.WeightsDiffer(self._collective_step, () if divergent == quorum.members else divergent)
+                    m.ReportWeightsDiffer(self._collective_step, () if divergent == quorum.members else divergent)
                 )
         why = "" if verdict == "yes" else self.reason
         rank = self.config.group_rank
@@ -726,7 +726,7 @@ class StepMachine:
         contributed, exhausted_slots = self.ledger.commit(tail.tokens, skip_unable=self.config.skip_unable)
         if self.step > self.settled:  # final: this generation made that state or chose it, and commits the next step
             self.settled = self.step
-            self._out.append(m.Settled(self.step))
+            self._out.append(m.ReportSettled(self.step))
         self.step += 1
         contributions = ",".join([str(round(count)) for count in tail.tokens])  # equal ids: the same history
         text = f"{self.commit_id}/{self.step}/{quorum.quorum_id}/{contributions}"

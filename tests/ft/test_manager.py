@@ -510,7 +510,7 @@ def test_whose_weights_went_wrong_is_named_and_heals(
         )
         for rank in finish(*a, *b, *c):
             assert {size for _, size, _ in rank.commits} == {3}, "nobody went"
-            told = [m.name_of(odd) for effect in rank.seen_of(m.WeightsDiffer) for odd in effect.replica_ids]
+            told = [m.name_of(odd) for effect in rank.seen_of(m.ReportWeightsDiffer) for odd in effect.replica_ids]
             assert told == (["a"] if rank.group_rank == 0 else [])
             assert bool(rank.seen_of(m.LoadState)) == (rank.name == "a")
             copies = copies_in(rank, members=3, interval=2)

@@ -209,7 +209,7 @@ class Truth:
         whole = all(rank.process.alive and not rank.process.stopped for rank in group.ranks)
         require(not (whole and inside), f"{group.process.name} ends ({reason}), its ranks wait for each other")
 
-    def differ(self, effect: m.WeightsDiffer) -> None:
+    def differ(self, effect: m.ReportWeightsDiffer) -> None:
         raise Violation(f"after step {effect.step} {effect.replica_ids or 'all'} are said to hold other weights")
 
     def meets(self, rank: RankNode, part: m.QuorumResult) -> None:

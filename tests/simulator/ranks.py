@@ -120,7 +120,7 @@ class RankNode:
             m.Configure: self._configure,
             m.Compute: self._compute,
             m.LaunchRemaining: self._launch,
-            m.WeightsDiffer: self.truth.differ,
+            m.ReportWeightsDiffer: self.truth.differ,
             m.CastVote: self._cast_vote,
             m.AbandonGeneration: self._abandon,
             m.DropGradients: self._drop_gradients,
@@ -130,7 +130,7 @@ class RankNode:
             m.DropHeld: self._drop_held,
             m.LoadState: self._load_state,
             m.LoadCheckpoint: self.trainer.restore,
-            m.Settled: self._settle,
+            m.ReportSettled: self._settle,
             m.RejoinUnderNewId: lambda e: group.leave(clean=False, reason=e.reason),
             m.Stop: self._stop,
         }
@@ -710,7 +710,7 @@ class RankNode:
 
     # -- the rest ---------------------------------------------------------------------------------------------------
 
-    def _settle(self, effect: m.Settled) -> None:
+    def _settle(self, effect: m.ReportSettled) -> None:
         self.truth.settles(self, effect.step)
         for step in [step for step in self._checkpoints if step <= effect.step]:
             self.cluster.publish(step, self.group, self.group_rank, self._checkpoints.pop(step))

@@ -22,7 +22,7 @@ from tests.simulator.world import World
 
 ENOUGH = 1000  # in so many seeds everything that can happen has to happen
 # Told by an operator, by torchft's clients, or base classes; BeatAnswered is the driver's affair; no bit flips here.
-NOT_SIMULATED = ("TakeOver", "Evict", "Beat", "Notice", "WeightsDiffer")
+NOT_SIMULATED = ("TakeOver", "Evict", "Beat", "Notice", "ReportWeightsDiffer")
 # Why a lighthouse or a group lets its callers wait, in their own words.
 WAITS = (
     "would take part, min_replicas is",
