@@ -4,8 +4,9 @@ The order is that in which a backward completes gradients: the parameter that wa
 one dtype on one device. The last one is fp32 and ends in the tail (gradients.py), whose values are known only after all other buckets are
 sent; before the tail it has small gradients, whose delay costs nothing. `fingerprint`: digests of the layout, which groups compare.
 
-Buffer sets are touched when they are made, so that no step waits for page faults, and used in turn: while a step's sums are in `.grad`, the
-next step's are written into the other set. The thread that ends a process group may return buffers, too.
+Buffer sets are filled with zeros when they are made, so that no step waits for page faults, and used in turn: while a step's sums are in
+`.grad`, the next step's are written into the other set. The thread that ends an abandoned process group returns its attempt's buffers, so
+the pool is thread-safe.
 """
 
 from __future__ import annotations
@@ -113,8 +114,9 @@ def short_digest(what: object) -> str:
 
 
 class GradBuffers:
-    """One buffer set. `buckets`: the memory of each bucket, that of the last one with the whole tail. `sums`: by a gradient's index, its
-    sum; `gradients`: the same memory in the form of `.grad` (a DTensor if the parameter is one). Neither has gradients reduced in place."""
+    """One buffer set. `buckets`: the memory of each bucket, that of the last one with the whole tail. `shards`: by a gradient's index, its
+    place in a bucket: this group's gradient until the all-reduce, then the sum; `gradients`: the same memory in the form of `.grad` (a
+    DTensor if the parameter is one). Neither has gradients reduced in place."""
 
     def __init__(self, layout: BucketLayout, parameters: Sequence[nn.Parameter], *, shared: bool) -> None:
         flat = {kind: zeros(size, *kind, shared=shared) for kind, size in layout.sizes.items()}
@@ -122,12 +124,12 @@ class GradBuffers:
         self.buckets = [flat[bucket.kind][bucket.start : bucket.stop] for bucket in most]
         self.buckets.append(flat[last.kind][last.start :])
         self.addresses = {memory.untyped_storage().data_ptr() for memory in flat.values()} - {0}
-        self.sums: dict[int, Tensor] = {}
+        self.shards: dict[int, Tensor] = {}
         self.gradients: dict[int, Tensor] = {}
         for index, start in layout.starts.items():
             local = to_local(parameters[index].detach())
-            self.sums[index] = flat[local.dtype, local.device][start : start + local.numel()].view(local.shape)
-            self.gradients[index] = dtensor_like(parameters[index], self.sums[index])
+            self.shards[index] = flat[local.dtype, local.device][start : start + local.numel()].view(local.shape)
+            self.gradients[index] = dtensor_like(parameters[index], self.shards[index])
 
 
 class BufferPool:

@@ -345,7 +345,7 @@ class Gradients:
             attempt = self._end_step() if held is None else self._held.pop(held)
             buffers = attempt.buffers
             if self._per_slot:
-                slots = [[buffers.sums[index] for index in self._indices_of(slot)] for slot in range(self._copies)]
+                slots = [[buffers.shards[index] for index in self._indices_of(slot)] for slot in range(self._copies)]
                 if first := slots[0]:  # receives the sum of all slots, in their order
                     torch._foreach_add_(first, 0.0)  # turns -0.0 into 0.0, as adding the zeros of other groups does
                     for added in slots[1:]:
@@ -492,7 +492,7 @@ class Gradients:
                 # copied while it is in the cache
                 step.kept[index] = local = gradient.to_local() if hasattr(gradient, "to_local") else gradient
                 attempt.copied.add(index)
-                attempt.buffers.sums[index].copy_(local)
+                attempt.buffers.shards[index].copy_(local)
             else:
                 self._copy(attempt, [index])
             while attempt.launched < len(attempt.missing) - 1 and attempt.missing[attempt.launched] == 0:
@@ -500,26 +500,26 @@ class Gradients:
 
     def _copy(self, attempt: _Attempt, members: Sequence[int]) -> None:
         """Copies gradients into their buckets, unless they are there already; zeros for a parameter without gradient."""
-        sums, gradients = [], []
+        shards, gradients = [], []
         for index in members:
             if index in attempt.copied:
                 continue
             attempt.copied.add(index)
             gradient = self._gradient(index)
-            if index not in attempt.buffers.sums:
+            if index not in attempt.buffers.shards:
                 local = to_local(self._parameter(index).detach())
                 attempt.in_place[index] = torch.zeros_like(local) if gradient is None else gradient.contiguous()
             elif gradient is None:
-                attempt.buffers.sums[index].zero_()
+                attempt.buffers.shards[index].zero_()
             else:
-                sums.append(attempt.buffers.sums[index])
+                shards.append(attempt.buffers.shards[index])
                 gradients.append(gradient)
                 if not self._keep:
                     self._parameter(index).grad = None
         for stream in attempt.streams:  # on which the gradients were computed
             streams_of(stream.device).current_stream(stream.device).wait_stream(stream)
-        if sums:
-            torch._foreach_copy_(sums, gradients)
+        if shards:
+            torch._foreach_copy_(shards, gradients)
 
     def _gradient(self, index: int) -> Tensor | None:
         """Returns this rank's shard of a gradient: the kept one, else that of .grad, which is kept from now on; None: there is none."""
