@@ -25,7 +25,7 @@ from ft.rpc.driver import Driver, Observer
 from ft.rpc.lighthouse_flags import LighthouseOptions, complain, read_options
 from ft.rpc.lighthouse_service import LighthouseService
 from ft.rpc.serving import Server
-from ft.rpc.state_file import StateFileWriter, TakenOver, reserved
+from ft.rpc.state_file import StateFileWriter, Superseded, reserved
 from ft.rpc.stderr_log import log_to_stderr
 
 log = logging.getLogger("pharos.lighthouse")
@@ -39,7 +39,7 @@ def main(argv: Sequence[str]) -> int:
         asyncio.run(_run(options))
     except ValueError as error:
         return complain(error)
-    except TakenOver as error:
+    except Superseded as error:
         log.error("%s: this one ends", error)
         return 1
     return 0
@@ -88,10 +88,10 @@ async def serve(
     options: LighthouseOptions, *, observer: Observer | None = None, writer: type[StateFileWriter] = StateFileWriter
 ) -> AsyncIterator[tuple[LighthouseService, int]]:
     """Yields the service and its port. Raises ValueError for an unusable port or file. The caller must also run service.driver.run(), which
-    raises TakenOver when a different lighthouse continues from the same state file."""
+    raises Superseded when a different lighthouse continues from the same state file."""
     for at in options.at:
         if at.port:
-            try_to_listen(at)  # before the state is taken over: a lighthouse that listens there already must keep it
+            try_to_listen(at)  # before the state file is acquired: a lighthouse that listens there already must keep it
     state_writer, saved = writer.begin(options.state, recover=options.recover) if options.state else (None, None)
     service = LighthouseService(
         options.config,

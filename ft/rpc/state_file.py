@@ -6,7 +6,7 @@ is written within a second; if that write is lost, only the newest settled step 
 A disk that is full, read-only or slow stops no job: the file reserves RESERVED ids above its last_id, whose quorums need no write, and a
 restart begins after them (`reserved`). A lighthouse that restarts while the disk still fails answers no new quorum until it can write.
 
-A different lighthouse may take the file over while this one is stopped (so a lock would not do): it writes its owner name to a file beside,
+A different lighthouse may acquire the file while this one is stopped (so a lock would not do): it writes its owner name to a file beside,
 removes partial files of others, then reads. A writer writes a partial file with its own name, checks the owner, then renames it. So at
 whatever point this one was stopped, either the new owner has read what it wrote, or the rename is not done.
 """
@@ -97,12 +97,12 @@ def try_to_write(path: Path) -> None:
     probe.unlink()
 
 
-class TakenOver(RuntimeError):
+class Superseded(RuntimeError):
     """A different lighthouse continues from the state file: this one must not answer any more."""
 
 
-def take_over(path: Path) -> str:
-    """Takes the file over, before `read`; from then on no other lighthouse can write it. Returns the owner name. Raises OSError."""
+def acquire(path: Path) -> str:
+    """Acquires the file, before `read`; from then on no other lighthouse can write it. Returns the owner name. Raises OSError."""
     owner = uuid.uuid4().hex[:12]
     stamp = path.with_name(f"{path.name}.{owner}")
     try:
@@ -122,7 +122,7 @@ def take_over(path: Path) -> str:
 
 
 def write(path: Path, saved: m.PersistentState, owner: str = "") -> None:
-    """Writes the state: temporary file, fsync, rename, fsync of the folder. Raises OSError; TakenOver if `owner` is not the owner."""
+    """Writes the state: temporary file, fsync, rename, fsync of the folder. Raises OSError; Superseded if `owner` is not the owner."""
     partial = path.with_name(f"{path.name}.partial{owner}")
     with partial.open("w", encoding="utf-8") as file:
         json.dump({"format": FORMAT, **asdict(saved)}, file)
@@ -131,7 +131,7 @@ def write(path: Path, saved: m.PersistentState, owner: str = "") -> None:
     try:
         check_owner(path, owner)
         partial.replace(path)
-    except (TakenOver, FileNotFoundError):
+    except (Superseded, FileNotFoundError):
         partial.unlink(missing_ok=True)
         check_owner(path, owner)  # if the partial file is missing, the new owner removed it
         raise
@@ -143,13 +143,13 @@ def write(path: Path, saved: m.PersistentState, owner: str = "") -> None:
 
 
 def check_owner(path: Path, owner: str) -> None:
-    """Raises TakenOver if a different lighthouse has taken the file over."""
+    """Raises Superseded if a different lighthouse has acquired the file."""
     if owner_of(path) not in ("", owner):
-        raise TakenOver(f"{path} belongs to a lighthouse that was started after this one")
+        raise Superseded(f"{path} belongs to a lighthouse that was started after this one")
 
 
 def owner_of(path: Path) -> str:
-    """Returns the owner name of the lighthouse that took the file over last; empty if none has. Raises OSError."""
+    """Returns the owner name of the lighthouse that acquired the file last; empty if none has. Raises OSError."""
     stamp = path.with_name(f"{path.name}.owner")
     with suppress(FileNotFoundError):
         return str(stamp.readlink()) if stamp.is_symlink() else stamp.read_text(encoding="ascii")
@@ -158,18 +158,18 @@ def owner_of(path: Path) -> str:
 
 class StateFileWriter:
     """Writes the state file in a thread, so that the loop never waits for the disk. A failed write is logged, and retried each second.
-    After a takeover by a different lighthouse, waiting and later writes raise TakenOver."""
+    Once a different lighthouse has acquired it, waiting and later writes raise Superseded."""
 
-    write_file, take_file_over, pace_s = staticmethod(write), staticmethod(take_over), PACE_S
+    write_file, acquire_file, pace_s = staticmethod(write), staticmethod(acquire), PACE_S
 
     def __init__(
         self, path: Path, owner: str = "", saved: m.PersistentState | None = None, *, trouble: str = ""
     ) -> None:
-        """`owner`: result of take_over. `saved`: contents of the file. `trouble`: why the file could not be taken over at the start; then
-        the first write takes it over, if its owner is still the same. Raises OSError."""
+        """`owner`: result of acquire. `saved`: contents of the file. `trouble`: why the file could not be acquired at the start; then
+        the first write acquires it, if its owner is still the same. Raises OSError."""
         self.path, self._owner, self._written, self.trouble = path, owner, saved, trouble
         self._before = owner_of(path) if trouble else None
-        self._over: TakenOver | None = None
+        self._over: Superseded | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="state-file")
         self._newest: m.PersistentState | None = None
         self._later: asyncio.Future[None] | None = None  # delayed write of _newest
@@ -178,10 +178,10 @@ class StateFileWriter:
 
     @classmethod
     def begin(cls, path: Path, *, recover: bool) -> tuple[StateFileWriter, m.PersistentState | None]:
-        """Takes the file over and reads it. `recover`: a damaged file counts as none. Raises ValueError if it is unusable."""
+        """Acquires the file and reads it. `recover`: a damaged file counts as none. Raises ValueError if it is unusable."""
         owner, trouble, saved = "", "", None
         try:
-            owner = cls.take_file_over(path)
+            owner = cls.acquire_file(path)
         except OSError as error:
             if error.errno not in PASSING:
                 raise ValueError(f"--state_file {path}: cannot be written: {error.strerror}") from None
@@ -196,7 +196,7 @@ class StateFileWriter:
         return cls(path, owner, saved, trouble=trouble), saved
 
     def keep(self, saved: m.PersistentState) -> asyncio.Future[None] | None:
-        """Schedules a write. Returns a future if later effects must wait for the disk, else None. Raises TakenOver."""
+        """Schedules a write. Returns a future if later effects must wait for the disk, else None. Raises Superseded."""
         if self._over:
             raise self._over
         before, self._newest = self._newest, saved
@@ -207,7 +207,8 @@ class StateFileWriter:
         return asyncio.ensure_future(self._until_written(saved))
 
     def check(self) -> None:
-        """Raises TakenOver within seconds of a takeover, even without writes: else groups would stay connected to this lighthouse."""
+        """Raises Superseded within seconds after a different lighthouse has acquired the file, even without writes: else groups would stay
+        connected to this one."""
         if self._over:
             raise self._over
         now_s = time.monotonic()
@@ -250,22 +251,22 @@ class StateFileWriter:
 
     def _try(self, saved: m.PersistentState) -> bool:
         try:
-            if self._before is not None:  # it could not be taken over at the start, so this is done now
+            if self._before is not None:  # it could not be acquired at the start, so this is done now
                 ours = owner_of(self.path) == self._before
-                self._owner = self.take_file_over(self.path) if ours else ""
+                self._owner = self.acquire_file(self.path) if ours else ""
                 try:
                     there = read(self.path)
                 except ValueError:
                     there = None  # damaged, as at the start with --recover
                 if not ours or there != self._written:
-                    raise TakenOver(f"{self.path} was taken over by a different lighthouse before the first write")
+                    raise Superseded(f"{self.path} was acquired by a different lighthouse before the first write")
                 self._before = None
             try:
                 self.write_file(self.path, saved, self._owner)
             except OSError:
                 check_owner(self.path, self._owner)  # a different lighthouse may have a disk that works
                 raise
-        except TakenOver as error:
+        except Superseded as error:
             self._over = error
             return False
         except OSError as error:
@@ -282,7 +283,7 @@ class StateFileWriter:
     def _is_ours(self) -> None:
         try:
             with suppress(OSError):  # the next write reports it
-                if self._before is None:  # else it is not taken over yet
+                if self._before is None:  # else it is not acquired yet
                     check_owner(self.path, self._owner)
-        except TakenOver as error:
+        except Superseded as error:
             self._over = error

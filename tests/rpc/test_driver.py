@@ -192,7 +192,7 @@ def test_a_value_of_a_wrong_type_or_range_is_no_state_file(tmp_path: Path, damag
 
 def _keep(path: Path, story: Callable[[state_file.StateFileWriter], Any], **options: Any) -> None:
     async def run() -> None:
-        owner = state_file.take_over(path) if path.parent.exists() else ""
+        owner = state_file.acquire(path) if path.parent.exists() else ""
         state_writer = state_file.StateFileWriter(path, owner)
         for name, value in options.items():
             assert hasattr(state_writer, name), name
@@ -234,25 +234,25 @@ def test_the_same_id_is_written_later_and_at_the_latest_at_the_end(tmp_path: Pat
 def test_who_starts_on_a_full_disk_takes_over_all_the_same(tmp_path: Path):
     """Else the job would stand for as long as the disk is full: commits wait for a lighthouse that answers."""
     path = tmp_path / "state.json"
-    state_file.write(path, SAVED, first := state_file.take_over(path))
+    state_file.write(path, SAVED, first := state_file.acquire(path))
 
     def is_full(word: str) -> None:
         if word == "write":
             raise OSError(errno.ENOSPC, "No space left on device")
 
     with before_each(is_full):
-        second = state_file.take_over(path)
-    with pytest.raises(state_file.TakenOver):
+        second = state_file.acquire(path)
+    with pytest.raises(state_file.Superseded):
         state_file.write(path, SAVED, first)
     with before_each(is_full):
-        third = state_file.take_over(path)
+        third = state_file.acquire(path)
     assert path.with_name("state.json.owner").is_symlink(), "a link that names it needs no room"
-    with pytest.raises(state_file.TakenOver):
+    with pytest.raises(state_file.Superseded):
         state_file.write(path, SAVED, second)
     state_file.write(path, replace(SAVED, last_id=9), third)
     assert state_file.read(path) == replace(SAVED, last_id=9)
-    fourth = state_file.take_over(path)
-    with pytest.raises(state_file.TakenOver):
+    fourth = state_file.acquire(path)
+    with pytest.raises(state_file.Superseded):
         state_file.write(path, SAVED, third)
     state_file.write(path, SAVED, fourth)
     assert {file.name for file in tmp_path.iterdir()} == {"state.json", "state.json.owner"}
@@ -264,19 +264,19 @@ READ_ONLY = OSError(errno.EROFS, "Read-only file system")
 
 def test_who_starts_on_a_read_only_disk_takes_over_when_it_can_write(tmp_path: Path):
     path, writable = tmp_path / "state.json", threading.Event()
-    state_file.write(path, SAVED, first := state_file.take_over(path))
+    state_file.write(path, SAVED, first := state_file.acquire(path))
 
     class Writer(state_file.StateFileWriter):
         pace_s = SOON
 
         @staticmethod
-        def take_file_over(path: Path) -> str:
+        def acquire_file(path: Path) -> str:
             if not writable.is_set():
                 raise READ_ONLY
-            return state_file.take_over(path)
+            return state_file.acquire(path)
 
     flags = ["--min_replicas", "1", "--state_file", str(path), "--http", "none", "--bind", "127.0.0.1:0"]
-    assert read_options(flags, try_to_write=Writer.take_file_over).state == path
+    assert read_options(flags, try_to_write=Writer.acquire_file).state == path
 
     async def starts() -> None:
         options = LighthouseOptions(LighthouseConfig(), [Endpoint("127.0.0.1", 0)], state=path)
@@ -289,7 +289,7 @@ def test_who_starts_on_a_read_only_disk_takes_over_when_it_can_write(tmp_path: P
             writable.set()
             await waits
             assert not service.state_writer.trouble
-            with pytest.raises(state_file.TakenOver):
+            with pytest.raises(state_file.Superseded):
                 state_file.write(path, SAVED, first)
 
     asyncio.run(starts())
@@ -298,13 +298,13 @@ def test_who_starts_on_a_read_only_disk_takes_over_when_it_can_write(tmp_path: P
 def test_who_could_not_take_over_goes_on_from_no_file_that_was_anothers_since(tmp_path: Path):
     path = tmp_path / "state.json"
     for late in (False, True):
-        state_file.write(path, SAVED, first := state_file.take_over(path))
+        state_file.write(path, SAVED, first := state_file.acquire(path))
 
         async def story(late: bool = late, first: str = first) -> None:
             state_writer = state_file.StateFileWriter(path, "", SAVED, trouble=str(READ_ONLY))
-            other = first if late else state_file.take_over(path)
+            other = first if late else state_file.acquire(path)
             state_file.write(path, replace(SAVED, last_id=9), other)
-            with pytest.raises(state_file.TakenOver):
+            with pytest.raises(state_file.Superseded):
                 await (state_writer.keep(replace(SAVED, last_id=SAVED.last_id + 5000)) or asyncio.sleep(0))
             await state_writer.close()
 
@@ -365,17 +365,17 @@ def test_a_disk_that_fails_holds_back_no_quorum_whose_id_is_reserved(tmp_path: P
 
 
 def test_one_that_was_stopped_in_a_write_takes_no_id_back(tmp_path: Path):
-    """Before each of its words another lighthouse takes over, and counts on. What the first had on disk, and may have answered, the other
-    has read; later the first writes no more."""
+    """Before each of its words another lighthouse acquires the file, and counts on. What the first had on disk, and may have answered, the
+    other has read; later the first writes no more."""
     outcomes = []
     for stopped_at in count():
         path = tmp_path / str(stopped_at) / "state.json"
         path.parent.mkdir()
-        first, went_on = state_file.take_over(path), list[m.PersistentState]()
+        first, went_on = state_file.acquire(path), list[m.PersistentState]()
         state_file.write(path, replace(SAVED, last_id=4), first)
 
         def other(path: Path = path, went_on: list[m.PersistentState] = went_on) -> None:
-            name = state_file.take_over(path)
+            name = state_file.acquire(path)
             found = state_file.read(path)
             assert found
             went_on.append(replace(found, last_id=found.last_id + 1))
@@ -391,12 +391,12 @@ def test_one_that_was_stopped_in_a_write_takes_no_id_back(tmp_path: Path):
             with before_each(stopped):
                 state_file.write(path, replace(SAVED, last_id=5), first)
             outcomes.append("wrote")
-        except state_file.TakenOver:
+        except state_file.Superseded:
             outcomes.append("did not")
         if not went_on:
             break
         assert went_on[0].last_id == (6 if outcomes[-1] == "wrote" else 5)
-        with pytest.raises(state_file.TakenOver, match="started after this one"):
+        with pytest.raises(state_file.Superseded, match="started after this one"):
             state_file.write(path, replace(SAVED, last_id=5), first)
         assert state_file.read(path) == went_on[0]
         assert sorted(file.name for file in path.parent.iterdir()) == ["state.json", "state.json.owner"]
@@ -412,10 +412,10 @@ def test_who_was_replaced_ends_with_what_it_would_write(tmp_path: Path):
 
     async def story(state_writer: state_file.StateFileWriter) -> None:
         await (state_writer.keep(SAVED) or asyncio.sleep(0))
-        state_file.take_over(path)
-        with pytest.raises(state_file.TakenOver):
+        state_file.acquire(path)
+        with pytest.raises(state_file.Superseded):
             await (state_writer.keep(replace(SAVED, last_id=5)) or asyncio.sleep(0))
-        with pytest.raises(state_file.TakenOver):
+        with pytest.raises(state_file.Superseded):
             state_writer.keep(SAVED)
 
     _keep(path, story)
@@ -431,8 +431,8 @@ def test_who_was_replaced_ends_though_it_has_nothing_to_write(tmp_path: Path):
     async def story() -> None:
         options = LighthouseOptions(LighthouseConfig(tick_s=0.01), [Endpoint("127.0.0.1", 0)], state=path)
         async with serve(options, writer=Writer) as (service, _):
-            state_file.take_over(path)
-            with pytest.raises(state_file.TakenOver, match="started after this one"):
+            state_file.acquire(path)
+            with pytest.raises(state_file.Superseded, match="started after this one"):
                 await service.driver.run()
 
     asyncio.run(story())

@@ -179,7 +179,7 @@ def test_its_state_is_where_runs_live(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_one_that_was_stopped_wakes_and_ends(tmp_path: Path):
-    """Another one has taken over its state file, at another port: of what it writes and answers nothing counts any more."""
+    """Another one has acquired its state file, at another port: of what it writes and answers nothing counts any more."""
     flags = ("--state_file", "state.json")
     first = Running(tmp_path, *flags)
     wires = [Wire(first.address)]
@@ -208,7 +208,7 @@ def test_one_that_was_stopped_wakes_and_ends(tmp_path: Path):
 def test_a_start_that_cannot_listen_takes_nothing_over(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     """The same command twice: the first one goes on."""
     state = tmp_path / "state.json"
-    owner = state_file.take_over(state)
+    owner = state_file.acquire(state)
     with closing(socket.create_server(("127.0.0.1", 0))) as first:
         at = f"127.0.0.1:{first.getsockname()[1]}"
         assert lighthouse_main.main([*N, "--bind", at, "--state_file", str(state), "--http", "none"]) == 2

@@ -140,9 +140,9 @@ def test_what_was_written_until_the_state_is_taken_over_counts(tmp_path: Path):
 
     class Late(state_file.StateFileWriter):
         @staticmethod
-        def take_file_over(path: Path) -> str:
+        def acquire_file(path: Path) -> str:
             state_file.write(path, m.PersistentState("the epoch", last_id=7))
-            return state_file.take_over(path)
+            return state_file.acquire(path)
 
     state_writer, saved = Late.begin(path, recover=False)
     assert saved and (saved.last_id, saved.epoch) == (7, "the epoch")
