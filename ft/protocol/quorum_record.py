@@ -39,7 +39,7 @@ class QuorumRecord:
         self._change_at_s = self._announced_s = 0.0  # times of the first and the last announcement of that change
         self._reports: dict[str, m.Report] = {}  # newest report of each member
         self._waiting: dict[str, float] = {}  # member whose ranks all wait in an all-reduce -> since when; oldest first
-        self._waited: dict[str, float] = {}  # process that was lost while it waited -> start of its wait
+        self._waited: dict[str, float] = {}  # incarnation that was lost while it waited -> start of its wait
         self._phase_since_s: dict[str, float] = {}  # member that has reported -> start of its current phase
         # start of a deadlock: some members request a quorum or have left, all others wait for them in the collective
         self._deadlock_since_s: float | None = None
@@ -61,11 +61,11 @@ class QuorumRecord:
 
     def keep_wait(self, replica_id: str) -> None:
         """Keeps the start of the wait of a member that is about to be lost, for its return under a new id."""
-        peer, process = self._roster.peers[replica_id], m.incarnation_of(replica_id)
+        peer, incarnation = self._roster.peers[replica_id], m.incarnation_of(replica_id)
         called_at_s = peer.called_at_s if peer.call else math.inf
-        since_s = min(called_at_s, self._waiting.get(replica_id, math.inf), self._waited.get(process, math.inf))
+        since_s = min(called_at_s, self._waiting.get(replica_id, math.inf), self._waited.get(incarnation, math.inf))
         if since_s < math.inf and self._roster.was_in(replica_id):
-            self._waited[process] = since_s
+            self._waited[incarnation] = since_s
 
     def lose(self, members: list[str], why: str) -> None:
         first = bool(members) and not self.lost
@@ -151,13 +151,17 @@ class QuorumRecord:
         asking_since_s = [peers[i].called_at_s for i in islice(present, 1)]
         if self._change:  # a newcomer's wait counts from the announcement: members then request a quorum within a step
             asking_since_s += [max(peers[i].called_at_s, self._change_at_s) for i in islice(self._roster.candidates, 1)]
-        candidates = ((i, m.incarnation_of(i)) for i in self._roster.candidates)
-        returned_since_s = {i: self._waited[process] for i, process in candidates if process in self._waited}
+        returned_since_s = {
+            i: self._waited[incarnation]
+            for i in self._roster.candidates
+            if (incarnation := m.incarnation_of(i)) in self._waited
+        }
         since_s = [*asking_since_s, *(waiting[i] for i in islice(waiting, 1)), *returned_since_s.values()]
         if not since_s or now_s - min(since_s) < min(STALL_FLOOR_S, self._times.stall_s, self._times.heal_grace_s):
             return [], ""  # the first of each collection is its oldest, so these few are enough
-        front = max((report.launched for report in self._reports.values()), default=0)
-        waits = {i: at_s for i, at_s in waiting.items() if i in peers and self._reports[i].launched == front}
+        # a member that waits in an older attempt is behind itself: those in the newest one wait for it
+        newest_attempt = max((report.launched for report in self._reports.values()), default=0)
+        waits = {i: at_s for i, at_s in waiting.items() if i in peers and self._reports[i].launched == newest_attempt}
         waits |= {i: peers[i].called_at_s for i in present} | returned_since_s
         members_here = [i for i in sorted({*previous, *returned_since_s} - self._roster.left_cleanly) if i in peers]
         waits_too = waits.keys() | self._roster.sitting.keys()  # a group that sits out has requested a quorum
