@@ -41,7 +41,7 @@ Forms the quorums of a job of replica groups. A number after the last semicolon 
   --state_file FILE|none     state for a restart; default: outputs/lighthouse-PORT.json of the current folder, none with port 0
   --recover                  start without a usable state file, and learn the job's state from its running groups
   --takeover_s S|never       silence of all members of the last quorum after which other groups may continue; 30
-  --stall_s S                wait for a group (five median steps or more) after which it counts as lost; 10 s if most members wait; 60
+  --stall_s S                longest wait for a group, then it is lost; 10 s if most members wait; never below five median steps; 60
   --num_replica_groups N     intended number of groups, for information, 0: unknown; 0
   --lower_limits             let --min_replicas, --takeover_s and --num_replica_groups be lower than the state file's
   --token_file FILE          file with the job's token (else PHAROS_TOKEN); calls without the token are refused
