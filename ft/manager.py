@@ -1,5 +1,7 @@
-"""The Manager of a rank: carries out the effects of its step machine (protocol/step.py), without rules of its own. `ft.Manager` is
-torchft's interface over this class (compat/manager.py).
+"""The Manager of a rank: carries out the effects of its step machine (protocol/step.py), which has the rules. Few are the Manager's own: a
+source announces a change as soon as its state is sent (`reduce`), the trainer may compute while the process group forms (`_effect_ahead`),
+and members that cannot be reached or have a different fingerprint are blamed (`_blame`). `ft.Manager` is torchft's interface over this
+class (compat/manager.py).
 
     trainer ---begin_step, reduce, commit---> Manager ---events---> StepMachine ---effects---> Manager ---> Gradients     kept and reduced
                                                  ^                                               ---> ProcessGroup  other groups' ranks
@@ -7,10 +9,18 @@ torchft's interface over this class (compat/manager.py).
                                                                                                  ---> GroupClient   quorum requests, votes
 
 Any thread may feed the machine: the threads of notices, of a fetch, of background votes, and the trainer's, which carries out all effects
-but InterruptCollectives, in order, inside begin_step, reduce, commit and rewind; a notice ends the offer of its generation, and interrupts
-the trainer's wait for peers. One
-effect overlaps with the trainer's forward and backward: a process group may form meanwhile (`_effect_ahead`); then nothing is launched
-before `reduce`."""
+but InterruptCollectives, in order, inside begin_step, reduce, commit and rewind. A notice, in its own thread, ends the offer of its
+generation and interrupts the trainer's wait for peers. One effect overlaps with the trainer's forward and backward: a process group may
+form meanwhile (`_effect_ahead`); then nothing is launched before `reduce`.
+
+    timeout of                                       what the trainer gets
+    a collective or a rendezvous with other groups   no exception: `commit` returns None, or the step is begun again
+    a heal (heal_grace_s)                            no exception: this group heals again, under a new id if the others wait for it
+    a quorum request (quorum_s)                      Stopped; also after more than max_retries failed attempts in a row
+    a vote (clients.VOTE_S), the ranks' agreement    GroupEnded
+    start-up                                         TimeoutError, ConnectionError or ChildProcessError, which are OSErrors
+
+A program that uses a process group itself gets a ProcessGroupError, from `configure` and from a work's `wait`."""
 
 from __future__ import annotations
 
@@ -284,7 +294,8 @@ class Manager:
                 self._feed(m.ReduceFailed(self.quorum.quorum_id, effect.attempt, effect.step, failure))
             if isinstance(effect, m.Compute):
                 if self.quorum.recover_dst_replica_ranks and self.healer.transport.is_fully_sent:
-                    # one step before the healing groups would announce it: they launched this step's zeros without the state
+                    # So the healed groups get slots in the next step. They cannot announce this change themselves before the tail of that
+                    # one: they launched this step's zeros when they had no state.
                     why = "the groups that heal from this one have received the state"
                     self._feed(m.ChangeAnnounced(self.quorum.quorum_id, why))
                 self._feed(m.Computed(tuple(tokens_per_slot), loss_sum, able, kept))
