@@ -108,18 +108,18 @@ class ChildEngine:
             raise self._problem
 
     def start(self, operation: Operation, ended: Ended) -> None:
-        lease = shared.Borrowed()
+        borrowed = shared.Borrowed()
         with self._order:
             placed = operation.map_tensors(
-                lambda tensor, read, written: self._memory.lend(tensor, read, written, lease)
+                lambda tensor, read, written: self._memory.lend(tensor, read, written, borrowed)
             )
             with self._lock:
                 if self._gone:
                     raise ProcessGroupError("the child process is gone")
                 self._count += 1
                 number = self._count
-                self._under_way[number] = (ended, lease, operation)
-            self._send("start", (number, placed, _ready_event(operation, lease)))
+                self._under_way[number] = (ended, borrowed, operation)
+            self._send("start", (number, placed, _ready_event(operation, borrowed)))
 
     def interrupt(self) -> None:
         self._child.kill()
@@ -156,15 +156,15 @@ class ChildEngine:
 
     def _ended(self, number: int, error: str | None, source: int) -> None:
         with self._lock:
-            ended, lease, operation = self._under_way.pop(number)
+            ended, borrowed, operation = self._under_way.pop(number)
         try:
-            self._memory.give_back(lease, complete=error is None)
+            self._memory.give_back(borrowed, complete=error is None)
         except RuntimeError as problem:  # torch's error for a tensor that must not be written
             error = str(problem)
         ended(None if error is None else ProcessGroupError(f"{SIGNATURES[operation.method].name}: {error}"), source)
 
 
-def _ready_event(operation: Operation, lease: shared.Borrowed) -> tuple[int, bytes] | None:
+def _ready_event(operation: Operation, borrowed: shared.Borrowed) -> tuple[int, bytes] | None:
     """Returns, for tensors on a GPU, an event that the child waits for before it reads them: (device index, handle)."""
     devices = {tensor.device for tensor in (*operation.inputs(), *operation.outputs()) if tensor.is_cuda}
     if not devices:
@@ -172,7 +172,7 @@ def _ready_event(operation: Operation, lease: shared.Borrowed) -> tuple[int, byt
     [device] = devices
     event = torch.cuda.Event(interprocess=True)
     event.record(torch.cuda.current_stream(device))
-    lease.kept.append(event)
+    borrowed.kept.append(event)
     return device.index, event.ipc_handle()
 
 

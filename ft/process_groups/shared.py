@@ -99,8 +99,8 @@ class SharedPoolOwner:
         self._count = 0
         self._closed = False
 
-    def lend(self, tensor: Tensor, read: bool, written: bool, lease: Borrowed) -> SharedTensor:
-        """Returns the tensor's place in shared memory, after a copy if needed; adds its resources to `lease`. Raises ProcessGroupError."""
+    def lend(self, tensor: Tensor, read: bool, written: bool, borrowed: Borrowed) -> SharedTensor:
+        """Returns the tensor's place in shared memory, after a copy if needed; adds resources to `borrowed`. Raises ProcessGroupError."""
         shape = tuple(tensor.shape)
         if tensor.is_cuda or (tensor.is_shared() and tensor.numel()):
             number = self._number(tensor.untyped_storage()) if tensor.numel() else 0
@@ -112,22 +112,22 @@ class SharedPoolOwner:
         with self._lock:
             free = self._free.get(size)
             buffer = free.pop() if free else _memory(size)
-        lease.buffers.append(buffer)
+        borrowed.buffers.append(buffer)
         copy = _contiguous(buffer, tensor.dtype, shape)
         if read:
             copy.copy_(tensor.detach())
         if written:
-            lease.back.append((tensor.detach(), copy))
+            borrowed.back.append((tensor.detach(), copy))
         return SharedTensor(self._number(buffer), copy.dtype, shape, copy.stride(), 0, copy.device)
 
-    def give_back(self, lease: Borrowed, *, complete: bool) -> None:
+    def give_back(self, borrowed: Borrowed, *, complete: bool) -> None:
         """Copies an operation's results back, and keeps its buffers for reuse; not if it failed, as torch may still write to them."""
         if not complete:
             return
-        for tensor, copy in lease.back:
+        for tensor, copy in borrowed.back:
             tensor.copy_(copy)
         with self._lock:
-            for buffer in lease.buffers:
+            for buffer in borrowed.buffers:
                 self._free.setdefault(buffer.nbytes(), []).append(buffer)
 
     def dropped(self, numbers: Sequence[int]) -> None:

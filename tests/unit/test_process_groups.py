@@ -418,29 +418,29 @@ def test_lent_tensors_are_the_same_memory():
             getattr(pool_client, command)(*arguments, *map(os.dup, descriptors))
 
     owner = shared.SharedPoolOwner(tell)
-    lease = shared.Borrowed()
+    borrowed = shared.Borrowed()
     whole = shared.empty((4, 6)).fill_(1.0)
     view = whole[1:3, ::2]
-    theirs = pool_client.tensor(owner.lend(view, True, True, lease))
+    theirs = pool_client.tensor(owner.lend(view, True, True, borrowed))
     theirs.fill_(7.0)
-    assert view.eq(7.0).all() and whole.eq(1.0).sum() == 24 - 6 and not lease.buffers
-    assert owner.lend(whole, True, False, lease).segment == 1  # the same segment, announced once
+    assert view.eq(7.0).all() and whole.eq(1.0).sum() == 24 - 6 and not borrowed.buffers
+    assert owner.lend(whole, True, False, borrowed).segment == 1  # the same segment, announced once
     of_torch = torch.zeros(5).share_memory_()
-    pool_client.tensor(owner.lend(of_torch, True, True, lease)).add_(2)
-    assert of_torch.eq(2).all() and not lease.buffers
+    pool_client.tensor(owner.lend(of_torch, True, True, borrowed)).add_(2)
+    assert of_torch.eq(2).all() and not borrowed.buffers
 
     private = torch.arange(6.0).view(2, 3).t()
-    copy = pool_client.tensor(owner.lend(private, True, True, lease))
+    copy = pool_client.tensor(owner.lend(private, True, True, borrowed))
     assert copy.equal(private)
     copy.mul_(10)
-    owner.give_back(lease, complete=True)
+    owner.give_back(borrowed, complete=True)
     assert private.equal(torch.arange(6.0).view(2, 3).t() * 10)
     empty = pool_client.tensor(owner.lend(torch.empty(0, 3), True, True, again := shared.Borrowed()))
     assert empty.shape == (0, 3)
-    assert again.buffers[0].data_ptr() == lease.buffers[0].data_ptr()  # the buffer is used again
+    assert again.buffers[0].data_ptr() == borrowed.buffers[0].data_ptr()  # the buffer is used again
 
     del whole, view, theirs
-    owner.lend(of_torch, True, True, lease)
+    owner.lend(of_torch, True, True, borrowed)
     assert forgotten == [1]
     pool_client.unmap(forgotten)
 
@@ -479,12 +479,12 @@ def test_a_result_that_cannot_be_written_is_that_operations_failure():
 
 def test_buffers_of_a_failed_operation_are_not_used_again():
     owner = shared.SharedPoolOwner(lambda *_: None)
-    value, lease, again = torch.ones(3), shared.Borrowed(), shared.Borrowed()
-    owner.lend(value, True, True, lease)
-    lease.back[0][1].fill_(9)
-    owner.give_back(lease, complete=False)
+    value, borrowed, again = torch.ones(3), shared.Borrowed(), shared.Borrowed()
+    owner.lend(value, True, True, borrowed)
+    borrowed.back[0][1].fill_(9)
+    owner.give_back(borrowed, complete=False)
     owner.lend(value, True, True, again)
-    assert value.eq(1).all() and lease.buffers[0].data_ptr() != again.buffers[0].data_ptr()
+    assert value.eq(1).all() and borrowed.buffers[0].data_ptr() != again.buffers[0].data_ptr()
 
 
 class Gpu:
