@@ -57,8 +57,8 @@ class TorchftGroup:
         self.config, self._kill, self._metadata_of, self._spawn = config, kill, metadata, spawn
         self._lighthouse, self._credentials = channel(lighthouse, access, aio=True), access.metadata()
         self._metadata: dict[int, str] = {}
-        # By round (None: a quorum request; a number: the votes on that step) and rank. A rank that stops waiting before all have called
-        # was never in the round; if a rank calls twice, its newest call that still waits counts.
+        # By joint call (None: a quorum request; a number: the votes on that step) and rank. A rank that stops waiting before all have
+        # called was never in the joint call; if a rank calls twice, its newest call that still waits counts.
         self._pending = PendingCalls(lambda key: None)
         self.routes = {
             "/torchft.ManagerService/Quorum": unary(self._on_quorum),
@@ -87,9 +87,12 @@ class TorchftGroup:
 
         return await self._join(request.step, request, context, decide)
 
-    async def _join(self, round_: int | None, request: Any, context: Any, full: Callable[[Waiting], object]) -> bytes:
-        """Waits for the reply of a round. The call that completes the round calls `full` with the waiting calls, by rank."""
-        keys = [(round_, rank) for rank in range(self.config.world_size)]
+    async def _join(
+        self, voted_step: int | None, request: Any, context: Any, full: Callable[[Waiting], object]
+    ) -> bytes:
+        """Waits for the reply of a joint call: a quorum request (`voted_step` = None), or the votes on a step. The call that completes it
+        calls `full` with the waiting calls, by rank."""
+        keys = [(voted_step, rank) for rank in range(self.config.world_size)]
         mine = keys[self._rank(request.group_rank)]
 
         def feed() -> None:
@@ -134,7 +137,7 @@ class TorchftGroup:
                 refused = CallRefused(grpc.StatusCode.CANCELLED, "Timeout expired")
         except ValueError as error:
             refused = CallRefused(grpc.StatusCode.INTERNAL, str(error))
-        except Exception as error:  # it ends this round, not the group: its ranks may call again
+        except Exception as error:  # it ends this joint call, not the group: its ranks may call again
             log.exception("a quorum request of torchft's ranks failed")
             refused = CallRefused(grpc.StatusCode.INTERNAL, repr(error))
         for pending in chain(*waiting):
