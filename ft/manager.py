@@ -14,7 +14,7 @@ generation and interrupts the trainer's wait for peers. One effect overlaps with
 form meanwhile (`_effect_ahead`); then nothing is launched before `reduce`.
 
     timeout of                                       what the trainer gets
-    a collective or a rendezvous with other groups   no exception: `commit` returns None, or the step is begun again
+    a collective or a rendezvous with other groups   no exception: the step is repeated, in begin_step or after `commit` returned None
     a heal (heal_grace_s)                            no exception: this group heals again, under a new id if the others wait for it
     a quorum request (quorum_s)                      Stopped; also after more than max_retries failed attempts in a row
     a vote (clients.VOTE_S), the ranks' agreement    GroupEnded

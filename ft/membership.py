@@ -32,7 +32,9 @@ class ReplicaGroupConfig:
     host: str  # address at which other groups reach this host
     access: Access
     times: Timeouts
-    # With a store that outlives restarts: TORCHELASTIC_RESTART_COUNT. Each node counts its own restarts, so nodes may differ after one.
+    # TORCHELASTIC_RESTART_COUNT where the group's store outlives restarts, so that no rank reads the address of a former server; 0 where
+    # each launch has a new store. Nodes count their own restarts, so for a group on several nodes only a new store is safe: all its ranks
+    # must have the same value.
     restart_count: int = 0
     max_active_groups: int | None = None  # most groups that are assigned slots; None: no limit
     retries: int | None = None  # failed lighthouse calls that are repeated; None or -1: no limit

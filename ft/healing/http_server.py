@@ -7,9 +7,10 @@
 
 A refusal has a status and the reason. 404: not offered yet; 410: the offer, or one of these chunks, will not be available any more.
 
-Every request has `Authorization: Bearer TOKEN` if the job has a token, and `Reader: NAME` (the joiner's), equal on all its connections;
-a request for the body also has `Lacks: FIRST-LAST`, a range with all chunks that the joiner has not verified, whichever source it will
-request them from. Chunks are a range unit of our own (RFC 9110, 14.1), so a range cannot begin inside a digest. No request has a body.
+Every request has `Authorization: Bearer TOKEN` if the job has a token, and `Reader: NAME`, the joiner's, equal on all its connections (the
+field is older than the word joiner); a request for the body also has `Lacks: FIRST-LAST`, a range with all chunks that the joiner has not
+verified, whichever source it will request them from. Chunks are a range unit of our own (RFC 9110, 14.1), so a range cannot begin inside a
+digest. No request has a body.
 
 A joiner that is slow, silent or lost costs only its own thread: a fence never waits for a send, as the part of a chunk that the kernel does
 not accept at once is copied. http.server restarts its timeout with each byte of a head, and does not limit its size; both are bounded here.

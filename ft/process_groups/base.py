@@ -4,6 +4,12 @@ group forms a new generation for each quorum, and abandons the one before.
 Flow: Collectives turns torch's call into an Operation, ProcessGroup.launch creates its GroupWork, and the generation's engine (gloo.py,
 nccl.py, or baby.py, whose child uses these two) starts it on a native process group of torch. A subclass builds the engine (`_build`).
 ProcessGroup is also torch's: after `register` dist.all_reduce and its like, functional collectives and DeviceMesh accept it.
+
+A new kind of process group is added here:
+- its engine and its subclass (`KIND`, `_build`), in a module beside gloo.py and nccl.py; in a child also baby.py (ChildGroup.form);
+- its name in ft/config.py (the setting process_group, ProcessGroupKind, _KINDS by the gradients' device), then `make docs`;
+- its class in start.make_process_group; environment variables that it requires in nccl.process_settings;
+- `KINDS` of tests/multiproc/test_process_groups.py and test_process_group_deaths.py.
 """
 
 # mypy: disable-error-code="override, assignment"

@@ -108,7 +108,8 @@ class Rendezvous:
             interrupt()
 
     def refuse(self, mismatched: Sequence[int], why: str) -> None:
-        """Records that these ranks have a different fingerprint. That is the cause, even if it was cancelled before."""
+        """Records that these ranks have a different fingerprint. `wait` then raises that, even if the forming was cancelled before with
+        another reason, which is often a consequence: a member that has found the mismatch fails the generation."""
         with self._lock:
             self.mismatched, self._reason = tuple(mismatched), why
 

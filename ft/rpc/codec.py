@@ -250,7 +250,8 @@ _static = attrgetter(*(x.name for x in fields(m.Member) if x.name not in _DYNAMI
 
 @dataclass(frozen=True)
 class StaticQuorum:
-    """Static part of a quorum, without states and assignments: constant until a group joins, leaves or restarts."""
+    """Static part of a quorum, without states and assignments. It changes when a group joins, leaves or restarts, and after a failed
+    generation, a restored checkpoint or a change of the writer (fields of Member): so between quorums of a steady job it is the same."""
 
     members: tuple[m.Member, ...] = ()  # their states and assignments are of some quorum, and not used
     fingerprint: m.Fingerprint = ()
