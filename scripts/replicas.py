@@ -256,7 +256,12 @@ def main(argv: list[str]) -> int:
         ]
         # only now: until here a stop ends this process at once, even if the lighthouse hangs, which then gets SIGTERM (lifeline.py)
         received = collect_signals(*stop_signals())
-        signal.signal(signal.SIGUSR1, lambda number, _: [group.send_signal(signal.Signals(number)) for group in groups])
+
+        def pass_on(number: int, frame: object) -> None:
+            for group in groups:
+                group.send_signal(signal.Signals(number))
+
+        signal.signal(signal.SIGUSR1, pass_on)
         code = run(groups, lighthouse, received, grace_s)
         return 128 + received[0][0] if code == STOPPED_EARLY and received else code
 
