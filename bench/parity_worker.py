@@ -299,7 +299,7 @@ class Rank:
         folder, group = self.reference(step), dist.group.WORLD if self.case.world_size > 1 else None
         metadata = checkpoint_dcp.read_metadata(folder)
         filled, misfits, *_ = checkpoint_dcp.fit({"model": live}, metadata, wanted={"model"}, exclude=(), exact=True)
-        if problem := "; ".join(misfits) or checkpoint_dcp.read(filled, folder, group=group):
+        if problem := "; ".join(misfits) or checkpoint_dcp.load_into(filled, folder, group=group):
             raise RuntimeError(f"the reference's checkpoint does not fit: {problem}")
         state.load_state_dict(filled["model"])
 

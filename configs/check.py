@@ -31,7 +31,7 @@ from parallelisms.execution import CompileConfig
 from parallelisms.mesh import degrees
 from parallelisms.pipeline_plan import check_pipeline, placement, schedule_of, splits_backward, stage_modules
 from training.checkpoint import checkpoint_to_continue, progress_in
-from training.config import readable
+from training.config import os_errors_of
 from training.data.dataset import StreamedData, open_data
 from training.data.order import Mixture, Order
 from training.data.sources import check_sources, find_source
@@ -324,7 +324,7 @@ def _existing(config: RunConfig) -> Iterator[tuple[str, Path]]:
     seen = set[Path]()
     for setting, path in paths.items():
         path = Path(os.path.normpath(path))  # ".." of a folder that is not there yet
-        with readable(setting):
+        with os_errors_of(setting):
             there = next((each for each in (path, *path.parents) if exists(each)), None)
             if there:  # below a folder that does not exist yet, a name that is too long is not found out
                 longest = max((len(os.fsencode(part)) for part in path.relative_to(there).parts), default=0)

@@ -160,7 +160,7 @@ def load_model(
     buffers = {name: own[name] for name in own.keys() - parameters.keys() - {*model.COMPUTED_BUFFERS}}
     # there is no average of buffers
     wanted = {"model": parameters | buffers} if state == "model" else {state: parameters, "model": buffers}
-    if problem := checkpoint_dcp.read(wanted, path, group=None):
+    if problem := checkpoint_dcp.load_into(wanted, path, group=None):
         raise OSError(f"{path}: {problem}")
     precision = choose_precision("float32", dtype, "float32", device)
     set_dtype(model, precision.compute)

@@ -33,7 +33,7 @@ from training.checkpoint_files import (
     FileRecord,
     Manifest,
 )
-from training.config import readable
+from training.config import os_errors_of
 from training.log import Log
 from training.object_store import ObjectStore, Uploader, fetch_suffix, is_url
 from training.progress import Bar, Clock, as_ranges
@@ -623,9 +623,11 @@ class Checkpointer:
             with suppress(OSError):  # with failing storage the lease may be unreadable too
                 if is_late():
                     return None
-            good = files.newest(self.folder, exclude=self._damaged)
-            rest = "there is no earlier one" if good is None else f"step {good} is the last good one"
-            raise CheckpointFailed(f"checkpoint: step {step} not saved: {files.reason(error)}; {rest}") from None
+            rest = ""
+            with suppress(OSError):
+                good = files.newest(self.folder, exclude=self._damaged)
+                rest = "; there is no earlier one" if good is None else f"; step {good} is the last good one"
+            raise CheckpointFailed(f"checkpoint: step {step} not saved: {files.reason(error)}{rest}") from None
         try:
             in_use, damaged = self._uploader.in_use if self._uploader else (), self._damaged.keys() - {step}
             keep = self._config.keep_latest_k
@@ -860,7 +862,7 @@ class Checkpointer:
                 more += "; a stream is resumed by the same number of data-parallel ranks"
             request = initial or f'checkpoint.folder = "{config.folder}": {path}'
             raise ValueError(f"{request}: does not fit this run: {'; '.join(misfits[:3])}{more}")
-        if problem := dcp.read(filled, path, group=ranks.group):
+        if problem := dcp.load_into(filled, path, group=ranks.group):
             return problem
         for name, values in filled.items():
             self._states[name].load_state_dict(values)
@@ -953,7 +955,7 @@ def manifest_or_problem(path: Path) -> Manifest | str:
 def initial_folder(name: str) -> Path:
     """Returns the checkpoint that initial_load_path names. Raises ValueError if there is none."""
     setting, path = f'checkpoint.initial_load_path = "{name}"', Path(name).expanduser()
-    with readable(setting):
+    with os_errors_of(setting):
         is_there = path.exists()
         if (path / ".metadata").is_file():
             return path

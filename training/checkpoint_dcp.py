@@ -80,7 +80,7 @@ def write(
     return list(file_system.records.values())
 
 
-def read(
+def load_into(
     states: Mapping[str, Any], path: Path, *, group: dist.ProcessGroup | None, reader: FileSystemReader | None = None
 ) -> str:
     """Loads the states that `fit` returned: tensors in place, each rank its own shards; other values are replaced.

@@ -268,7 +268,7 @@ def _check_labels(key: str, sources: Sequence[StoreConfig]) -> None:
 
 
 @contextmanager
-def readable(setting: str) -> Iterator[None]:
+def os_errors_of(setting: str) -> Iterator[None]:
     """Turns an OSError inside, such as that of a folder which this user may not search, into a ValueError that begins with `setting`."""
     try:
         yield

@@ -20,7 +20,7 @@ POLL_S = 0.5
 PAUSE_S = 10.0  # from a failed save of the last step to its retry
 LOG_WAIT_S = 3.0  # a longer wait for another group's save is logged
 GRACE_S = 20.0  # how long a group waits for another group's save after a stop request
-# Failures of a save. Checkpointer reports what storage refuses as CheckpointFailed; an OSError is left only where it fails once more then.
+# Failures of a save. Checkpointer reports what storage refuses as CheckpointFailed; OSError: what it does not foresee is retried, too.
 _FAILURES = (CheckpointFailed, OSError)
 
 # The next action for the checkpoint of the last step:

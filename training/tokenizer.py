@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from training.config import need, readable
+from training.config import need, os_errors_of
 
 BOS_NAMES = ("<|begin_of_text|>", "<s>", "<bos>", "<|startoftext|>", "<|begin▁of▁sentence|>", "[BOS]", "<|endoftext|>")
 EOS_NAMES = ("<|end_of_text|>", "</s>", "<eos>", "<|endoftext|>", "<|end▁of▁sentence|>", "[EOS]")
@@ -59,7 +59,7 @@ class FileTokenizer:
     def __init__(self, path: str) -> None:
         self._setting = f'model.tokenizer_path = "{path}"'
         self._file = Path(path).expanduser()
-        with readable(self._setting):
+        with os_errors_of(self._setting):
             if self._file.is_dir():
                 self._file /= "tokenizer.json"
             is_file = self._file.is_file()
@@ -116,7 +116,7 @@ class FileTokenizer:
     def _find_bos_and_eos(self) -> tuple[int, int]:
         """Returns both ids by tokenizer_config.json beside the file, else by the names in published models; one token may be both."""
         config = self._file.with_name("tokenizer_config.json")
-        with readable(self._setting):
+        with os_errors_of(self._setting):
             content = config.read_bytes() if config.is_file() else b"{}"
         try:
             named = json.loads(content)

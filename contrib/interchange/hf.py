@@ -233,7 +233,7 @@ class TensorByTensor(FileSystemReader):
         """Returns the unsharded tensor, on the CPU and in its saved dtype. Raises OSError."""
         saved = self.tensors[name]
         tensor = torch.empty(saved.size, dtype=saved.properties.dtype, device="cpu")
-        if problem := checkpoint_dcp.read({name: tensor}, Path(self.path), group=None, reader=self):
+        if problem := checkpoint_dcp.load_into({name: tensor}, Path(self.path), group=None, reader=self):
             raise OSError(f"{self.path}: {name}: {problem}")
         return tensor
 

@@ -763,7 +763,7 @@ class Job:
             states: dict[str, dict[str, Any]] = {"model": {"w": torch.zeros(2, dtype=torch.float64)}}
             if manifest.kind == "full":
                 states["ledger"] = {"history": ""}
-            problem = checkpoint_dcp.read(states, path, group=None)
+            problem = checkpoint_dcp.load_into(states, path, group=None)
             history = json.loads(states["ledger"]["history"]) if manifest.kind == "full" else []
             values = states["model"]["w"].double()
             same = torch.equal(values, weights(history)) if history else int(values[0]) == step
@@ -785,7 +785,9 @@ class Job:
             newest = checkpoint_files.newest(folder / "checkpoint") or 0
             if self.plan.shared and newest == self.plan.steps:
                 states = {"ledger": {"history": ""}}
-                checkpoint_dcp.read(states, checkpoint_files.step_folder(folder / "checkpoint", newest), group=None)
+                checkpoint_dcp.load_into(
+                    states, checkpoint_files.step_folder(folder / "checkpoint", newest), group=None
+                )
                 told = [row["slots"][str(row["step"])] for row in rows[sinks.SAMPLES]]
                 self.must(
                     told == json.loads(states["ledger"]["history"]),

@@ -25,7 +25,7 @@ from typing import IO, Any, cast
 
 import numpy as np
 
-from training.config import TrainingConfig, need, readable
+from training.config import TrainingConfig, need, os_errors_of
 
 TEXT_SUFFIXES = (".txt", ".jsonl", ".json", ".parquet")  # .json: a record per line, as C4 is published
 COMPRESSIONS = (".gz", ".zst")  # after a suffix of text
@@ -342,7 +342,7 @@ def find_files(
     and .json files count only with `every` or if it has no others, since runs from before they could be read resume. Raises ValueError."""
     found: dict[Path, SourceFile] = {}
     for pattern in filter(None, (pattern.strip() for pattern in patterns)):
-        with readable(setting):
+        with os_errors_of(setting):
             for path, root in _matches(pattern, suffixes, setting, every):
                 found.setdefault(path.resolve(), _as_file(path, root))
     if not found:

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from training.config import readable
+from training.config import os_errors_of
 from training.data.sources import TOKEN_TYPES, map_ids
 from training.durable_files import replace_file, sync_path, try_lock
 
@@ -120,7 +120,7 @@ class Store:
 def read_manifest(folder: Path, setting: str) -> StoreManifest:
     """Raises ValueError, beginning with `setting`, if there is none or it cannot be read."""
     path = folder / MANIFEST
-    with readable(setting):
+    with os_errors_of(setting):
         content, unfinished = path.read_bytes() if path.is_file() else None, (folder / JOURNAL).is_file()
     if content is None:
         why = (
