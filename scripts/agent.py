@@ -22,7 +22,7 @@ from torch.distributed import DistError
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, SubprocessContext
-from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousParameters
+from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousError, RendezvousParameters
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
 from scripts.launch_settings import (
@@ -73,6 +73,9 @@ def run_ranks(
             f"rendezvous of {launch_settings.nnodes} nodes at {launch_settings.endpoint or 'this node'} failed: {error.__cause__ or error}"
         )
         return 1
+    except OSError as error:  # no space for a log, or no more processes
+        say(f"the ranks were not started: {error}")
+        return 1
     return report_failure(result, output, ranks) if result.is_failed() else 0
 
 
@@ -115,6 +118,11 @@ class Agent(LocalElasticAgent):
         self._ranks, self._clock, self._pause, self._restarted_at_s = ranks, clock, pause, list[float]()
         self._started_s, self._short_runs, self._delay_s = 0.0, 0, 0.0
 
+    def run(self, role: str = "default") -> RunResult:
+        if (result := cast("RunResult | None", super().run(role))) is None:
+            raise RendezvousClosedError("NNODES nodes had joined before this one, and have ended")
+        return result
+
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         ranks = self._ranks
         with ranks.change:  # a signal that arrives meanwhile is forwarded to all of them afterwards
@@ -151,7 +159,10 @@ class Agent(LocalElasticAgent):
         return result
 
     def _restart_workers(self, worker_group: WorkerGroup) -> None:
+        if self._ranks.stopping:
+            return  # the ranks save and end; a node that joins does not interrupt them
         self._stop_workers(worker_group)  # now: ranks that wait for a failed one could hang
+        self._ranks.end_if_stopping()
         self._pause(self._delay_s)
         self._delay_s = 0.0  # a restart because another node has restarted has none
         super()._restart_workers(worker_group)
@@ -184,14 +195,23 @@ class LocalRanks(Signals):
             if number == signal.SIGUSR1:
                 self._send(signal.SIGUSR1)
             elif not self.pids:
-                when = "while the ranks were restarted" if self.started else "before any rank was started"
-                self._fail(f"stopped by {signal.Signals(number).name} {when}", 128 + number)
+                self._end_between_lives(number)
             elif not self.stopping:
                 self.stopping, self._stopping_since = number, time.monotonic()
                 self._send(signal.SIGTERM)
                 self._after(self._grace_s, lambda: self._kill(f"not saved within {self._grace_s:g} s"))
             elif time.monotonic() - self._stopping_since >= SAME_SIGNAL_S:
                 self._kill(f"{signal.Signals(number).name} again")
+
+    def end_if_stopping(self) -> None:
+        """Ends this process if a stop signal came while the ranks were ended for a restart."""
+        with self.change:
+            if self.stopping:
+                self._end_between_lives(self.stopping)
+
+    def _end_between_lives(self, number: int) -> None:
+        when = "while the ranks were restarted" if self.started else "before any rank was started"
+        self._fail(f"stopped by {signal.Signals(number).name} {when}", 128 + number)
 
     def close(self) -> None:
         """Kills what still runs, including children of ranks. May be called twice."""
@@ -327,7 +347,7 @@ def _spec(command: list[str], launch_settings: LaunchSettings, nproc: int, logs:
         local_world_size=nproc,
         rdzv_handler=get_rendezvous_handler(parameters),
         entrypoint=program,
-        args=tuple(arguments),
+        args=tuple(word.replace("$", "$$") for word in arguments),  # torch replaces $local_rank
         max_restarts=launch_settings.max_restarts,
         monitor_interval=POLL_S,
         master_addr=host if backend == "static" else None,

@@ -41,6 +41,7 @@ from scripts.launch_settings import (  # noqa: E402
     restart_delay_s,
     say,
     under_lifeline,
+    whole,
 )
 from training.signals import SAME_SIGNAL_S, stop_signals  # noqa: E402
 
@@ -229,6 +230,8 @@ def collect_signals(*numbers: signal.Signals) -> list[tuple[int, float]]:
 def main(argv: list[str]) -> int:
     try:
         number, rest = read_groups([word for word in argv if word not in (OPEN, CHECK)])
+        if whole(os.environ, "NNODES", least=1, default=1) > 1:
+            raise ValueError(f"NNODES={os.environ['NNODES']}: this script runs all groups on this machine; unset it")
         rest = enabled(rest)
         devices = devices_of_groups(number)
         config, restarts, grace_s = prepare(rest, number, ranks=len(devices[0]) or None)

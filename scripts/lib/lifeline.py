@@ -16,6 +16,7 @@ _PR_SET_PDEATHSIG = 1  # linux/prctl.h; kept across execve
 
 
 def main(launcher: int, number: int, command: list[str]) -> None:
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # inherited: there is nothing to save until the program has a handler
     if path := os.environ.pop("PHAROS_RANK_LOG", ""):
         log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         nothing = os.open(os.devnull, os.O_RDONLY)

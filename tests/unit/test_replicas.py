@@ -18,10 +18,12 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
+from torch.distributed.elastic.agent.server.api import WorkerSpec
+from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousGracefulExitError
 
 from bench.drill_job import DevicePool
 from ft.config import FaultTolerance
-from scripts.agent import LocalRanks, rendezvous_id, run_ranks
+from scripts.agent import Agent, LocalRanks, Output, rendezvous_id, run_ranks
 from scripts.launch import cores_here
 from scripts.launch_settings import MAX_SHORT_RUNS, RESTARTS_WITHIN_S, SHORT_RUN_S, LaunchSettings
 from scripts.replicas import (
@@ -421,6 +423,61 @@ def test_a_lighthouse_elsewhere_that_has_tls_is_no_matter_here(tmp_path: Path, m
     assert "PHAROS_TLS_CA" not in environment(tmp_path, 2)
 
 
+def test_nodes_of_another_launch_are_no_matter_of_groups_on_one_machine(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setenv("NNODES", "2")
+    assert main(["a.toml", "--groups=2", "--check"]) == 2
+    assert capsys.readouterr().err == "pharos: NNODES=2: this script runs all groups on this machine; unset it\n"
+
+
+def test_a_request_to_save_before_a_rank_has_a_handler_ends_it_not(tmp_path: Path):
+    program = "import os, signal; os.kill(os.getpid(), signal.SIGUSR1)"
+    assert run_ranks([sys.executable, "-c", program], LaunchSettings.read({}), nproc=1, logs=tmp_path / "logs") == 0
+
+
+def test_a_rank_has_the_arguments_of_its_launcher(tmp_path: Path):
+    program, logs = "import sys; print(*sys.argv[1:])", tmp_path / "logs"
+    command = [sys.executable, "-c", program, "a$$b", "${local_rank}"]
+    assert run_ranks(command, LaunchSettings.read({}), nproc=1, logs=logs) == 0
+    assert (logs / "rank0.log").read_text() == "a$$b ${local_rank}\n"
+
+
+def test_ranks_whose_log_cannot_be_written_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    (tmp_path / "logs").touch()
+    assert run_ranks([sys.executable, "-c", ""], LaunchSettings.read({}), nproc=1, logs=tmp_path / "logs") == 1
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith("pharos: the ranks were not started: [Errno 17] File exists: ")
+
+
+class Late:
+    """The rendezvous of a node that comes after NNODES others, once these have ended."""
+
+    use_agent_store = False
+
+    def get_run_id(self) -> str:
+        return "late"
+
+    def get_backend(self) -> str:
+        return "c10d"
+
+    def next_rendezvous(self) -> None:
+        raise RendezvousGracefulExitError
+
+    def shutdown(self) -> bool:
+        return True
+
+
+def test_a_node_too_many_is_a_failed_rendezvous(tmp_path: Path):
+    spec = WorkerSpec("train", 1, cast(Any, Late()), entrypoint=sys.executable)
+    with (
+        closing(Output(tmp_path, None)) as output,
+        closing(LocalRanks(120.0)) as ranks,
+        pytest.raises(RendezvousClosedError, match="NNODES nodes had joined before this one"),
+    ):
+        Agent(spec, output, ranks, time.monotonic, time.sleep).run()
+
+
 def test_the_rendezvous_of_each_run_and_group_has_a_name_of_its_own():
     folders = ("outputs/a/logs", "outputs/b/logs", "outputs/a/groups/0", "outputs/a/groups/1", "outputs/b/groups/0")
     assert len({rendezvous_id(Path(folder)) for folder in folders}) == len(folders)
@@ -432,10 +489,14 @@ def test_a_stop_while_no_rank_runs_says_whether_there_were_any(capsys: pytest.Ca
         ranks.handle(signal.SIGTERM)
         ranks.started = True
         ranks.handle(signal.SIGINT)
-    assert codes == [143, 130]
+        ranks.end_if_stopping()
+        ranks.stopping = signal.SIGTERM  # it came before the ranks had ended
+        ranks.end_if_stopping()
+    assert codes == [143, 130, 143]
     assert [line.removeprefix("pharos: ") for line in capsys.readouterr().err.splitlines()] == [
         "stopped by SIGTERM before any rank was started",
         "stopped by SIGINT while the ranks were restarted",
+        "stopped by SIGTERM while the ranks were restarted",
     ]
 
 
