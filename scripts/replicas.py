@@ -173,25 +173,26 @@ class LighthouseSupervisor:
         self._config, self._env, self._opens = config, env, opens
         self._addresses = {"bind": bind, "http": http}
         self._dashboard = ""
-        self.address = self._start()
+        self.process, self.address = start_lighthouse(config, env, **self._addresses)
+        self._follow(self.process, is_restart=False)
         self.port = int(self.address.rpartition(":")[2])
         self._keep_port("bind", self.address)
         self._failures, self._restart_at_s = 0, 0.0
 
-    def _start(self) -> str:
-        self.process, address = start_lighthouse(self._config, self._env, **self._addresses)
-        threading.Thread(target=self._show_dashboard, args=(self.process,), daemon=True).start()
-        return address
+    def _follow(self, process: subprocess.Popen[str], *, is_restart: bool) -> None:
+        threading.Thread(target=self._show_dashboard, args=(process, is_restart), daemon=True).start()
 
     def poll(self, now_s: float) -> str:
+        """Restarts the lighthouse if that is due. Returns a line for the user, or "". Waits for no answer, as its disk may hang."""
         if self.process.poll() is None or now_s < self._restart_at_s:
             return ""
         self._failures += 1
         self._restart_at_s = now_s + restart_delay_s(min(self._failures + 1, MAX_SHORT_RUNS))
         try:
-            self._start()
-        except (OSError, RuntimeError) as error:
+            self.process = spawn_lighthouse(self._config, self._env, **self._addresses)
+        except OSError as error:
             return str(error)
+        self._follow(self.process, is_restart=True)
         return f"the lighthouse died and was restarted (pid {self.process.pid})"
 
     def _keep_port(self, name: str, address: str) -> None:
@@ -205,9 +206,11 @@ class LighthouseSupervisor:
             self.process.kill()
             self.process.wait()
 
-    def _show_dashboard(self, process: subprocess.Popen[str]) -> None:
+    def _show_dashboard(self, process: subprocess.Popen[str], is_restart: bool) -> None:
         """Prints the address of the dashboard when the lighthouse serves it; a restart keeps it. The token is not part of the address."""
         assert process.stdout
+        if is_restart:
+            process.stdout.readline()  # its own address, which it keeps, too
         address = process.stdout.readline().strip()
         if not address or address == self._dashboard:
             return
@@ -411,7 +414,20 @@ def _inherited() -> dict[str, str]:
 def start_lighthouse(
     config: RunConfig, env: dict[str, str], *, bind: str = ANY_PORT, http: str = ANY_PORT, through: Sequence[str] = ()
 ) -> tuple[subprocess.Popen[str], str]:
-    """Returns its process and address. `http` "": the port after that of `bind`. `through`: a command prefix. Raises RuntimeError."""
+    """Returns the process of `spawn_lighthouse` and its address, once it listens. Raises RuntimeError."""
+    process = spawn_lighthouse(config, env, bind=bind, http=http, through=through)
+    assert process.stdout
+    address = process.stdout.readline().strip()
+    if not address:
+        raise RuntimeError(f"the lighthouse did not start; see {config.run_folder / 'groups' / 'lighthouse.log'}")
+    return process, address
+
+
+def spawn_lighthouse(
+    config: RunConfig, env: dict[str, str], *, bind: str, http: str, through: Sequence[str] = ()
+) -> subprocess.Popen[str]:
+    """Returns its process, which prints its address, then that of the dashboard. `http` "": the port after that of `bind`. `through`: a
+    command prefix."""
     settings = config.fault_tolerance
     flags = {
         "--bind": bind,
@@ -430,12 +446,7 @@ def start_lighthouse(
     words = [*(word for flag in flags.items() for word in flag), "--lower_limits"]
     command = [*through, sys.executable, str(ROOT / "ft" / "rpc" / "lighthouse_main.py"), *words]
     with (config.run_folder / "groups" / "lighthouse.log").open("a") as log:
-        process = _start_process(command, env, log)
-    assert process.stdout
-    address = process.stdout.readline().strip()
-    if not address:
-        raise RuntimeError(f"the lighthouse did not start; see {log.name}")
-    return process, address
+        return _start_process(command, env, log)
 
 
 def _start_process(command: Sequence[str], env: Mapping[str, str], stderr: int | IO[str]) -> subprocess.Popen[str]:

@@ -22,6 +22,7 @@ from torch.distributed.elastic.agent.server.api import WorkerSpec
 from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousGracefulExitError
 
 from bench.drill_job import DevicePool
+from bench.job import until
 from ft.config import FaultTolerance
 from scripts.agent import Agent, LocalRanks, Output, rendezvous_id, run_ranks
 from scripts.launch import cores_here
@@ -306,10 +307,27 @@ def test_a_lighthouse_that_dies_comes_again_at_the_same_address(tmp_path: Path):
         first.wait()
         assert re.fullmatch(r"the lighthouse died and was restarted \(pid \d+\)", one.poll(10.0))
         assert one.process.pid != first.pid
-        socket.create_connection(("127.0.0.1", one.port)).close()
+        until("the lighthouse listens", lambda: listens(one.port), 50.0)
         one.process.kill()
         one.process.wait()
         assert one.poll(10.5) == "", "not at once"
+
+
+def listens(port: int) -> bool:
+    with closing(socket.socket()) as connection:
+        return not connection.connect_ex(("127.0.0.1", port))
+
+
+def test_a_lighthouse_that_hangs_at_its_restart_stops_no_loop(tmp_path: Path):
+    """Its state file is one that nobody writes."""
+    config: Any = Config(tmp_path)
+    with closing(LighthouseSupervisor(config, environment(tmp_path, 2))) as one:
+        one.process.kill()
+        one.process.wait()
+        (tmp_path / "groups" / "lighthouse.json").unlink(missing_ok=True)
+        os.mkfifo(tmp_path / "groups" / "lighthouse.json")
+        assert "was restarted" in one.poll(10.0)
+        assert one.process.poll() is None
 
 
 def test_a_lighthouse_that_does_not_end_is_killed(cleanup: ExitStack, tmp_path: Path):
