@@ -63,6 +63,9 @@ def main(argv: Sequence[str]) -> int:
     except ValueError as error:
         say(re.sub(r"^comm\.", "--", str(error)))  # the flags have the names of the keys in [comm]
         return 2
+    except KeyboardInterrupt:
+        say("interrupted")
+        return 130
 
 
 def quiet_torch() -> None:
