@@ -404,6 +404,11 @@ class Checkpointer:
                         # nothing more
                         self._uploader.store.fetch_files(self.folder.parent)
                     self._copy(self._uploader.store, step, self.folder)
+                    # a group that does not write removes its older ones nowhere else
+                    if self._saves_enabled and self._lease.shared and wanted < 0 and not math.isfinite(before):
+                        in_use, keep = self._uploader.in_use, self._config.keep_latest_k
+                        with suppress(OSError):
+                            files.prune(self.folder, keep, written=step, damaged=self._damaged, in_use=in_use)
                     break
                 except Damaged as damage:
                     damaged.append(f"step {step}: {damage}")

@@ -317,6 +317,19 @@ def test_groups_with_disks_of_their_own_share_a_store(tmp_path: Path):
     assert STORE.steps() == [2, 4]
 
 
+def test_a_group_that_does_not_save_keeps_no_more_on_its_disk(tmp_path: Path):
+    """Each of its starts copies a checkpoint, and no save of its own removes the earlier ones."""
+    writer = Group(tmp_path / "1" / "run", 1, url=URL, keep_latest_k=2)
+    writer.checkpointer.load()
+    for step in (2, 4, 6):
+        writer.step_and_save(step)
+        stored(writer)
+        other = Group(tmp_path / "2" / "run", None, url=URL, seed=1, keep_latest_k=2)
+        assert other.checkpointer.load() == step
+        other.checkpointer.close()
+    assert steps_in(tmp_path / "2" / "run") == [4, 6]
+
+
 def test_a_group_that_is_passed_over_puts_nothing_in_its_successors_place(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
