@@ -380,8 +380,14 @@ class Checkpointer:
         """Copies the newest checkpoint `before` a step out of the object store, or step `wanted` if >= 0, unless the folder has a newer
         one. Raises CheckpointFailed if the store does not answer."""
         assert self._uploader
-        later = [step for step in files.list_steps(self.folder) if step >= before]
-        own, abandoned = files.newest(self.folder, exclude=later), self._uploader.abandoned
+        goes_back = math.isfinite(before)
+
+        def is_unfit(step: int) -> bool:
+            path = files.step_folder(self.folder, step)
+            return step >= before or (goes_back and self._is_foreign(step, manifest_or_problem(path)))
+
+        unfit = list(filter(is_unfit, files.list_steps(self.folder)))
+        own, abandoned = files.newest(self.folder, exclude=unfit), self._uploader.abandoned
         stored = {step: found for step, found in self._stored().items() if not found or abandoned.get(step) != found}
         recency = {step: found.recency if found else (0, step) for step, found in stored.items()}
         own_recency = files.recency(self.folder, own)
@@ -390,22 +396,27 @@ class Checkpointer:
             phrase = steps_phrase([*stored], wanted)
             raise ValueError(f"checkpoint.load_step = {wanted}: not in {self.place}, nor in {self.folder}; {phrase}")
         damaged = []
-        passed_over = {  # weights alone, and what a group saved as it left, where the disk has that step
+        passed_over = {  # weights alone, and what a group saved as it left, where the disk has that step or the run goes back
             step
             for step, found in stored.items()
-            if found and (found.kind == "model" or (step == own and not found.settled))
+            if found
+            and (
+                found.kind == "model"
+                or (step == own and not found.settled)
+                or (goes_back and self._is_foreign(step, found))
+            )
         }
         for step in sorted(stored, key=lambda step: (step not in passed_over, recency[step]), reverse=True):
             is_useful = step < before and (own is None or (step not in passed_over and recency[step] >= own_recency))
             if step == wanted or (wanted < 0 and is_useful):
                 try:
-                    if self._extra_files and recency[step] > own_recency and not math.isfinite(before):
+                    if self._extra_files and recency[step] > own_recency and not goes_back:
                         # rows that another machine wrote; before the checkpoint, since a start that finds the step on disk fetches
                         # nothing more
                         self._uploader.store.fetch_files(self.folder.parent)
                     self._copy(self._uploader.store, step, self.folder)
                     # a group that does not write removes its older ones nowhere else
-                    if self._saves_enabled and self._lease.shared and wanted < 0 and not math.isfinite(before):
+                    if self._saves_enabled and self._lease.shared and wanted < 0 and not goes_back:
                         in_use, keep = self._uploader.in_use, self._config.keep_latest_k
                         with suppress(OSError):
                             files.prune(self.folder, keep, written=step, damaged=self._damaged, in_use=in_use)
@@ -731,9 +742,10 @@ class Checkpointer:
             raise CheckpointFailed(f"checkpoint: the seed {path} is damaged: {problem}")
 
     def rewind(self, step: int, rewind_steps: Sequence[int], reset: Callable[[], None]) -> None:
-        """Restores the newest intact checkpoint from which this run came to `step`. `rewind_steps`: steps to which it went back before, one
-        for each branch. If there is none, restores what the run began with: calls `reset`, then loads the seed or initial_load_path, if
-        there is one. Collective. Raises CheckpointFailed if none of its checkpoints is intact, ValueError."""
+        """Restores the newest intact checkpoint from which this run came to `step`; one that another group saved as it left, only if there
+        is no other. `rewind_steps`: steps to which it went back before, one for each branch. If there is none, restores what the run began
+        with: calls `reset`, then loads the seed or initial_load_path, if there is one. Collective. Raises CheckpointFailed if none of its
+        checkpoints is intact, ValueError."""
         with suppress(CheckpointFailed, OSError):
             self.wait()
 
@@ -758,6 +770,7 @@ class Checkpointer:
             return found.branch <= len(rewind_steps) and at <= min(rewind_steps[found.branch :], default=at)
 
         history = {at: found for at, found in surveyed.items() if leads_to_step(at, found)}
+        history = {at: history[at] for at in sorted(history, key=lambda at: self._is_foreign(at, history[at]))}
         loaded = self._load_first(history)
         if loaded is None and history:
             raise CheckpointFailed(f"checkpoint: none before step {step} in {self.folder} is intact")
@@ -770,6 +783,10 @@ class Checkpointer:
             self._saved_full_step = None
         self._loaded_step, self._failed_at, self._found_step = loaded or 0, None, None
         self._stale = {later for later in surveyed if later > self._loaded_step}
+
+    def _is_foreign(self, step: int, found: Manifest | str) -> bool:
+        """Returns True for another group's version of a step, saved as that group left, unless this run has continued from it."""
+        return isinstance(found, Manifest) and not found.settled and step != self._loaded_step
 
     def _load_initial(self) -> int | None:
         """Loads another run's checkpoint, if one is given; one without a manifest (from another program) is loaded without verification.

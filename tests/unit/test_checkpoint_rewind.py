@@ -10,6 +10,7 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
 from tests.unit.checkpoint_job import Job, data_file, flip_a_bit, same, steps_in
+from tests.unit.test_checkpoint_groups import Group
 from training.checkpoint import CheckpointFailed
 from training.checkpoint_files import newest
 from training.object_store import ObjectStore
@@ -83,6 +84,36 @@ def test_a_save_of_the_new_branch_replaces_what_lies_beyond(tmp_path: Path, keep
     assert same(after.everything(), job.everything())
     save(after, 6, branch=1)  # in the place of the other step 6
     assert after.checkpointer.newest_step() == 6 == Job(tmp_path, seed=2).checkpointer.load()
+
+
+@pytest.mark.parametrize("url", ["checkpoint", "memory://rewinds"])
+def test_a_step_that_another_group_made_alone_is_not_gone_back_to(tmp_path: Path, url: str) -> None:
+    """A group saves its own version of step 5 as it leaves; the run goes back there only if it has continued from it."""
+    MemoryFileSystem.store.clear()
+    a, b, c = (Group(tmp_path / "run", quorum, url=url, seed=1) for quorum in (1, None, 2))
+    a.checkpointer.load()
+    for step in (2, 4):
+        a.step_and_save(step)
+        assert a.checkpointer.wait_uploaded(50.0)
+    b.train(5)
+    b.checkpointer.save(5, settled=False)
+    b.checkpointer.close()
+    a.train(3)
+    a.checkpointer.rewind(7, [], never)
+    assert a.ledger.state["step"] == 4
+    a.checkpointer.close()
+    assert c.checkpointer.load() == 5
+    c.train(2)
+    c.checkpointer.rewind(7, [], never)
+    assert c.ledger.state["step"] == 5
+    c.checkpointer.close()
+    if url != "checkpoint":  # a disk that has only what the group saved as it left
+        d = Group(tmp_path / "d" / "run", None, url=url, seed=2)
+        assert d.checkpointer.load() == 5
+        again = Group(tmp_path / "d" / "run", None, url=url, seed=3)
+        again.checkpointer.rewind(7, [], never)
+        assert again.ledger.state["step"] == 4 and steps_in(tmp_path / "d" / "run") == [4, 5]
+    MemoryFileSystem.store.clear()
 
 
 def test_without_a_checkpoint_it_begins_anew(tmp_path: Path) -> None:
