@@ -368,18 +368,20 @@ def prune(
     steps = [step for step, path in paths.items() if step > written and branch_of(path, unreadable=branch) < branch]
     if keep:
         kinds = {step: _kind(path) for step, path in paths.items() if step not in steps}
-        steps += outdated(kinds, keep, written=written, damaged=damaged)
+        unsettled = {step for step, path in paths.items() if not _is_settled(path)}
+        steps += outdated(kinds, keep, written=written, uncounted={*damaged, *unsettled})
     for step in steps:  # renamed first, so that no incomplete folder has the final name
         discard(folder, step)
         shutil.rmtree(step_folder(folder, step).rename(step_folder(folder, step, ".partial")))
     return steps
 
 
-def outdated(kinds: Mapping[int, str], keep: int, *, written: int, damaged: Collection[int] = ()) -> list[int]:
-    """Returns the steps older than the `keep` newest intact full ones (0: none; those in `damaged` are not intact). Keeps `written` (just
-    published), newer ones, those without a manifest, and those of kind "model". `kinds`: by step, ascending."""
-    intact = [step for step, kind in kinds.items() if kind == "full" and step not in damaged]
-    oldest_kept = min([*intact[-keep:], written]) if keep else -1
+def outdated(kinds: Mapping[int, str], keep: int, *, written: int, uncounted: Collection[int] = ()) -> list[int]:
+    """Returns the steps older than the `keep` newest full ones (0: none). Those in `uncounted` are not among these: they are damaged, or
+    unsettled. Keeps `written` (just published), newer ones, those without a manifest, and those of kind "model". `kinds`: by step,
+    ascending."""
+    counted = [step for step, kind in kinds.items() if kind == "full" and step not in uncounted]
+    oldest_kept = min([*counted[-keep:], written]) if keep else -1
     return [step for step, kind in kinds.items() if step < oldest_kept and kind in ("full", "damaged")]
 
 
@@ -401,6 +403,14 @@ def branch_of(path: Path, unreadable: int = 0) -> int:
         return Manifest.from_json((path / MANIFEST).read_bytes()).branch
     except (OSError, Damaged):
         return unreadable
+
+
+def _is_settled(path: Path) -> bool:
+    """Returns Manifest.settled of a checkpoint; True if its manifest cannot be read."""
+    try:
+        return Manifest.from_json((path / MANIFEST).read_bytes()).settled
+    except (OSError, Damaged):
+        return True
 
 
 def _kind(path: Path) -> str:

@@ -272,7 +272,8 @@ class ObjectStore:
         found = self.manifests() if keep or branch else {}
         steps = [step for step, each in found.items() if each and step > written and each.branch < branch]
         kinds = {step: each.kind if each else "damaged" for step, each in found.items() if step not in steps}
-        for step in [*steps, *files.outdated(kinds, keep, written=written)]:
+        unsettled = [step for step, each in found.items() if each and not each.settled]
+        for step in [*steps, *files.outdated(kinds, keep, written=written, uncounted=unsettled)]:
             # the files are those of no checkpoint then: `tidy` removes them
             self._call("rm_file", f"step-{step}/{MANIFEST}")
 

@@ -9,10 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fsspec.implementations.memory import MemoryFileSystem
 
 from tests.unit.checkpoint_job import Job, Ledger, same, steps_in
 from training import checkpoint_files
 from training.checkpoint import ROWS_STATE, CheckpointFailed
+from training.object_store import ObjectStore
 from training.writer_lease import LEASE_FILE, WriterLease, acquire
 
 EPOCH, WAIT_S = "epoch", 50.0
@@ -197,6 +199,30 @@ def test_a_group_that_goes_while_it_waits_saves_whoever_has_the_role(tmp_path: P
     b.checkpointer.save(3, settled=False)
     assert names(tmp_path) == ["step-2", "step-3"] and ", unsettled, saved" in b.log.infos[-1]
     assert "left while it waited" in resumes(tmp_path, 3, b).log.infos[-1]
+
+
+@pytest.mark.parametrize("url", ["checkpoint", "memory://unsettled"])
+def test_what_leaving_groups_save_displaces_no_settled_checkpoint(tmp_path: Path, url: str):
+    """They do not count towards keep_latest_k, and are removed once older than what it keeps."""
+    MemoryFileSystem.store.clear()
+    run = tmp_path / "run"
+
+    def save(group: Group, *steps: int, settled: bool = True) -> list[int]:
+        for step in steps:
+            group.train(step - group.ledger.state["step"])
+            group.checkpointer.save(step, settled=settled)
+            assert group.checkpointer.wait_uploaded(WAIT_S)
+        in_store = steps_in(run) if url == "checkpoint" else ObjectStore(f"{url}/run").steps()
+        assert in_store == steps_in(run)
+        return in_store
+
+    writer = Group(run, 1, url=url, keep_latest_k=2)
+    save(writer, 2, 4)
+    for step in (5, 6):
+        save(Group(run, None, url=url), step, settled=False)
+    assert save(writer, 8) == [4, 5, 6, 8]
+    assert save(writer, 10) == [8, 10]
+    MemoryFileSystem.store.clear()
 
 
 def test_a_settled_checkpoint_of_the_same_step_stays_or_takes_the_place(tmp_path: Path):
