@@ -430,7 +430,8 @@ class Uploader:
                     )
                 elif self._failure and not failure:
                     waited = duration(self._clock() - self._since_s)
-                    self._report(f"checkpoint: step {self._busy} is in {self.store.url}, after {waited}")
+                    result = "is in" if self._busy in self.done else "is no longer needed in"
+                    self._report(f"checkpoint: step {self._busy} {result} {self.store.url}, after {waited}")
                 # A try that had begun before `retry` says nothing about the store now: another follows at once
                 self._failure, self._refused = failure, bool(failure) and not self._retry_now
                 if not failure:
@@ -461,6 +462,13 @@ class Uploader:
             self.store.put_files(self._folder.parent, self._extra_files)
             self.store.put(path, replaces=replaces, anew=anew)
         except (OSError, Damaged) as error:
+            if lease.shared and (here := files.list_steps(self._folder)) and step not in here:
+                self._log.info(
+                    "checkpoint: step %d not put into %s: the group that writes now has removed it",
+                    step,
+                    self.store.url,
+                )
+                return ""
             if lease.shared and isinstance(error, FileExistsError):
                 self._log.info(
                     "checkpoint: step %d not put into %s: another group has put it there", step, self.store.url

@@ -352,6 +352,24 @@ def test_a_group_that_is_passed_over_puts_nothing_in_its_successors_place(
     assert other.checkpointer.load() == 2 and same(other.everything(), b.everything())
 
 
+def test_a_step_that_the_next_writer_has_removed_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The store refused the former writer's upload, and takes those of its successor, which removes older checkpoints from the disk."""
+    a, b = (Group(tmp_path / "run", quorum, url=URL, seed=quorum, keep_latest_k=2) for quorum in (1, 2))
+    with monkeypatch.context() as patch:
+        patch.setattr(MemoryFileSystem, "pipe_file", denied)
+        a.step_and_save(2)
+        with pytest.raises(CheckpointFailed, match="denied"):
+            stored(a)
+    for step in (4, 6, 8):
+        b.step_and_save(step)
+        stored(b)
+    assert steps_in(tmp_path / "run") == [6, 8]
+    stored(a)
+    a.checkpointer.close()
+    assert f"checkpoint: step 2 not put into {URL}/run: the group that writes now has removed it" in a.log.infos
+    assert STORE.steps() == [6, 8] and not any(" is in " in line for line in a.log.warnings)
+
+
 def test_the_last_step_is_put_until_sigterm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """And the run is finished only when it is there."""
     ends = [End(tmp_path / "run", 1, url=URL) for _ in range(2)]
