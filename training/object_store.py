@@ -7,7 +7,8 @@ Flow: checkpoint.py fetches the newest checkpoint when it loads, and offers each
     <checkpoint.folder>/<job.name>/files/metrics.jsonl/000000000004096.5d4... a segment: what the file has from there on
 
 A store has no rename. A file's name has its digest, so that a repeated upload sends only what is missing, and a checkpoint that replaces
-one of the same step leaves the files of the old one alone until its own manifest is there. Removal takes the manifest first."""
+one of the same step leaves the files of the old one alone until its own manifest is there. Removal takes the manifest first. A segment that
+replaces others has a generation at the end of its name (.1, .2, ...), so that it counts, and they do not, as soon as it is there."""
 
 from __future__ import annotations
 
@@ -239,31 +240,35 @@ class ObjectStore:
 
     def put_files(self, folder: Path, patterns: Iterable[str]) -> None:
         """Puts what the store lacks of files that grow, and are cut when a run resumes. A store has no append, so each file is a sequence
-        of segments: the last ones that differ from the file are removed, and a new one has the rest."""
+        of segments: a new one has what follows the last one that is as in the file, and those that differ are removed after it is there,
+        so that a kill leaves the old file or the new one."""
         names = {
             str(path.relative_to(folder)) for pattern in patterns for path in folder.glob(pattern) if path.is_file()
         }
         stored = self.file_segments() if names else {}
         for name in sorted(names):
-            segments = stored.get(name, [])
+            segments = _whole(stored.get(name, []))
             with (folder / name).open("rb") as file:
                 while segments:
                     first, size, key = segments[-1]
                     file.seek(first)
-                    if key == _segment_name(name, first, file.read(size)):
+                    if key == _segment_name(name, first, file.read(size), _generation(key)):
                         break
-                    self._call("rm_file", key)
                     segments.pop()
-                end = sum(segments[-1][:2]) if segments else 0
+                end, generation = (sum(segments[-1][:2]), _generation(segments[-1][2])) if segments else (0, 0)
+                if stale := [each for each in stored.get(name, []) if each not in segments]:
+                    generation = max(_generation(key) for _, _, key in stored[name]) + 1
                 file.seek(end)
                 if rest := file.read():
-                    self._call("pipe_file", _segment_name(name, end, rest), rest)
+                    self._call("pipe_file", _segment_name(name, end, rest, generation), rest)
+            for _, _, key in stale:  # the first ones first: without them none follows those that stay
+                self._call("rm_file", key)
 
     def fetch_files(self, folder: Path, names: Collection[str] = ()) -> None:
         """Replaces files in `folder` by those that were put (`names`; none: all)."""
         for name, segments in self.file_segments().items():
             if not names or name in names:
-                content = b"".join(self._call("cat_file", key) for _, _, key in segments)
+                content = b"".join(self._call("cat_file", key) for _, _, key in _whole(segments))
                 (folder / name).parent.mkdir(parents=True, exist_ok=True)
                 replace_file(folder / name, content)
 
@@ -511,8 +516,25 @@ def fetch_suffix(fetcher: str) -> str:
     return f"{FETCH}{fetcher and f'.{fetcher}'}-0"
 
 
-def _segment_name(name: str, first: int, content: bytes) -> str:
-    return f"{FILES}/{name}/{first:015}.{hashlib.blake2b(content, digest_size=16).hexdigest()}"
+def _segment_name(name: str, first: int, content: bytes, generation: int) -> str:
+    """Returns the object of a segment. `generation`: how often segments of the file were replaced before; absent if 0."""
+    digest = hashlib.blake2b(content, digest_size=16).hexdigest()
+    return f"{FILES}/{name}/{first:015}.{digest}{f'.{generation}' if generation else ''}"
+
+
+def _generation(key: str) -> int:
+    return int((*key.rpartition("/")[2].split("."), "0")[2])
+
+
+def _whole(segments: Iterable[tuple[int, int, str]]) -> list[tuple[int, int, str]]:
+    """Returns the segments that make up a file: of those from one byte on, that of the newest generation, which none of an older one
+    follows."""
+    found, end, newest = list[tuple[int, int, str]](), 0, 0
+    for first, size, key in sorted(segments, key=lambda each: (each[0], -_generation(each[2]))):
+        if first == end and (generation := _generation(key)) >= newest:
+            found.append((first, size, key))
+            end, newest = first + size, generation
+    return found
 
 
 @contextmanager

@@ -269,6 +269,44 @@ def test_files_that_grow_are_put_as_segments(store: ObjectStore, tmp_path: Path)
     assert store.objects() == {}
 
 
+@pytest.mark.parametrize(
+    "after", ["1\n2\nthree\n4\n5\n", "1\n2\nthree\n", "1\n2\n3\nfour\n", "one\n", "one\n2\nthree\n4\n5\n6\n"]
+)
+def test_a_kill_at_any_operation_leaves_the_old_or_the_new_files(tmp_path: Path, after: str):
+    """Of a file whose end was changed, and whose old segments are removed after the new one is there."""
+    before, kills = ["1\n2\n", "1\n2\n3\n4\n", "1\n2\n3\n4\n5\n"], 0
+    here, there, killed = tmp_path / "here", tmp_path / "there", True
+    for folder in (here, there):
+        folder.mkdir()
+    while killed:
+        MemoryFileSystem.store.clear()
+        store = ObjectStore(f"mortal://runs/{kills}")
+        for text in before:
+            (here / "rows.jsonl").write_text(text)
+            store.put_files(here, ["rows.jsonl"])
+        (here / "rows.jsonl").write_text(after)
+        MortalStore.left = kills
+        try:
+            store.put_files(here, ["rows.jsonl"])
+            killed = False
+        except Killed:
+            pass
+        finally:
+            MortalStore.left = None
+        store.fetch_files(there)
+        assert (there / "rows.jsonl").read_text() in ([before[-1], after] if killed else [after])
+        for text in ([after], ["1\n2\n3\n", after], ["1\n2\n3\n4\n5\n6\n"])[kills % 3]:  # whatever the next launch puts
+            (here / "rows.jsonl").write_text(text)
+            store.put_files(here, ["rows.jsonl"])
+            store.fetch_files(there)
+            assert (there / "rows.jsonl").read_text() == text
+            sizes = [size for _, size, _ in store.file_segments()["rows.jsonl"]]
+            assert sum(sizes) == len(text), "no leftovers"
+        kills += 1
+    assert kills > 2
+    MemoryFileSystem.store.clear()
+
+
 def test_a_run_is_read_from_its_url(store: ObjectStore, tmp_path: Path):
     (tmp_path / "config.toml").write_text("the settings")
     store.put_files(tmp_path, ["config.toml"])
