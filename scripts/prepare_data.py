@@ -38,7 +38,15 @@ sys.path[:] = [str(ROOT), *(folder for folder in sys.path if folder != str(ROOT 
 from scripts.launch import cores_here  # noqa: E402 (our packages first)
 from training.config import need  # noqa: E402
 from training.data.cache import BUCKETS, bucket_of  # noqa: E402
-from training.data.sources import TEXT_SUFFIXES, SourceFile, TextSource, find_files, text_source  # noqa: E402
+from training.data.sources import (  # noqa: E402
+    TEXT_SUFFIXES,
+    SourceFile,
+    TextSource,
+    find_files,
+    named_suffixes,
+    suffix_of,
+    text_source,
+)
 from training.data.store import FORMAT, JOURNAL, MANIFEST, Store, StoreSettings, StoreWriter  # noqa: E402
 from training.log import Log  # noqa: E402
 from training.progress import Bar, quantity  # noqa: E402
@@ -190,8 +198,15 @@ def find(pattern: str, out: Path) -> tuple[SourceFile, ...]:
         answer = getattr(error, "response", None)
         refused = isinstance(error, ValueError) or (answer is not None and answer.status_code in (401, 403, 404))
         raise (ValueError if refused else OSError)(f"SOURCE {pattern}: the hub: {error}") from error
+    found = {name: entry for name, entry in found.items() if entry["type"] == "file"}
     if not found:
-        raise ValueError(f"SOURCE {pattern}: no file matches")
+        raise ValueError(f"SOURCE {pattern}: no file matches; legal: globs of {named_suffixes(TEXT_SUFFIXES)} files")
+    for name in sorted(found):  # before hours of downloads
+        if suffix_of(Path(name)) not in TEXT_SUFFIXES:
+            suffix = Path(name).suffix or "nothing"
+            raise ValueError(
+                f"SOURCE {pattern}: file {name} ends in {suffix!r}; legal: {named_suffixes(TEXT_SUFFIXES)}"
+            )
     return tuple(
         SourceFile(out / "download" / name, name, (int(entry["size"]), 0, 0)) for name, entry in sorted(found.items())
     )

@@ -379,6 +379,13 @@ def test_files_of_the_hub_are_downloaded_one_by_one(hub: str, tmp_path: Path):
         assert (Hub.listed, Hub.served) == ({revision}, {revision})
     command[2:5] = ["hf://datasets/some/text/none/*.json.gz", "--out", "out"]
     assert "no file matches" in finished(command, code=2, **environment).stderr
+    for pattern, problem in (
+        ("*", "file datasets/some/text/README.md ends in '.md'; legal: .txt, .jsonl"),
+        ("en", "no file matches; legal: globs of .txt, .jsonl"),
+    ):
+        command[2:5] = [f"hf://datasets/some/text/{pattern}", "--out", "mixed"]
+        said = finished(command, code=2, **environment).stderr
+        assert f"SOURCE hf://datasets/some/text/{pattern}: {problem}" in said
     command[2:5] = ["hf://datasets/some/text/en/lost.txt", "--out", "other"]
     lost = finished([*command, "--processes=1"], code=1, **environment).stderr
     assert "prepare_data: hf://datasets/some/text/en/lost.txt: the hub: " in lost and "Traceback" not in lost

@@ -346,7 +346,9 @@ def find_files(
             for path, root in _matches(pattern, suffixes, setting, every):
                 found.setdefault(path.resolve(), _as_file(path, root))
     if not found:
-        raise ValueError(f"{setting}: is empty; legal: {_named(suffixes)} files, globs and folders, comma-separated")
+        raise ValueError(
+            f"{setting}: is empty; legal: {named_suffixes(suffixes)} files, globs and folders, comma-separated"
+        )
     if not any(file.size for file in found.values()):
         raise no_text(setting, len(found))
     return tuple(found.values())
@@ -354,7 +356,7 @@ def find_files(
 
 def _matches(pattern: str, suffixes: tuple[str, ...], setting: str, every: bool) -> list[tuple[Path, Path]]:
     """Returns (file, folder to which its name in the digest is relative) for one name, glob or folder."""
-    path, legal = Path(pattern).expanduser(), _named(suffixes)
+    path, legal = Path(pattern).expanduser(), named_suffixes(suffixes)
     if path.is_dir():
         inside = [file for file in sorted(path.rglob("*")) if _has(file, suffixes) and file.is_file()]
         if not inside:
@@ -380,7 +382,7 @@ def _nearest(path: Path, suffixes: tuple[str, ...]) -> str:
         return f"; there is no folder {folder}"
     names = [file.name for file in folder.iterdir() if file.is_dir() or _has(file, suffixes)]
     near = [] if glob.has_magic(path.name) else difflib.get_close_matches(path.name, names, n=1, cutoff=0.4)
-    legal = f"; legal: {_named(suffixes)} files, globs and folders, comma-separated"
+    legal = f"; legal: {named_suffixes(suffixes)} files, globs and folders, comma-separated"
     return f"; nearest: {folder / near[0]}" if near else legal
 
 
@@ -388,6 +390,6 @@ def _has(file: Path, suffixes: tuple[str, ...]) -> bool:
     return (suffix_of(file) if suffixes == TEXT_SUFFIXES else file.suffix) in suffixes
 
 
-def _named(suffixes: tuple[str, ...]) -> str:
+def named_suffixes(suffixes: tuple[str, ...]) -> str:
     names = ", ".join(suffixes)
     return f"{names} (also with {' or '.join(COMPRESSIONS)})" if suffixes == TEXT_SUFFIXES else names
