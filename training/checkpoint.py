@@ -37,7 +37,7 @@ from training.config import os_errors_of
 from training.log import Log
 from training.object_store import ObjectStore, Uploader, fetch_suffix, is_url
 from training.progress import Bar, Clock, as_ranges
-from training.writer_lease import LeavingLease, SoloLease, WriterLease
+from training.writer_lease import FETCH, LeavingLease, SoloLease, WriterLease
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint._state_dict_stager import StateDictStager
@@ -649,6 +649,11 @@ class Checkpointer:
             keep = self._config.keep_latest_k
             if lease.settled:
                 files.prune(self.folder, keep, written=step, branch=branch, damaged=damaged, in_use=in_use)
+                if (
+                    lease.shared
+                ):  # copies that groups began which never returned; the store does not keep those steps either
+                    oldest = min(files.list_steps(self.folder), default=0)
+                    files.tidy(self.folder, oldest - 1, lambda name: name.startswith(FETCH))
         except OSError as error:
             self._log.warning("checkpoint: older ones could not be removed: %s", files.reason(error))
         if lease.shared:

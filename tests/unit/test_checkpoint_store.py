@@ -199,6 +199,18 @@ def test_a_copy_on_its_way_is_left_to_its_group(tmp_path: Path):
     assert Group(tmp_path / "run", None, url=URL, seed=1).checkpointer.load() == 4 and not partial.exists()
 
 
+def test_a_copy_that_no_launch_needs_any_more_is_removed(tmp_path: Path):
+    """Its group never returns, and its step is older than what keep_latest_k keeps."""
+    writer = Group(tmp_path / "run", 1, url=URL, keep_latest_k=2)
+    writer.checkpointer.load()
+    partial = begin(tmp_path / "run" / "checkpoint", 2, fetch_suffix("3"))
+    for step, is_left in ((2, True), (4, True), (6, False)):
+        writer.step_and_save(step)
+        stored(writer)
+        assert partial.exists() == is_left
+    assert steps_in(tmp_path / "run") == [4, 6]
+
+
 def test_a_rewind_is_not_held_to_load_step_and_asks_no_store(tmp_path: Path):
     saved(tmp_path / "1", 2)
     job = Job(tmp_path / "1" / "run", url="slow://checkpoints", load_step=2, keep_latest_k=2)
