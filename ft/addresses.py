@@ -9,8 +9,10 @@ from __future__ import annotations
 import ctypes
 import difflib
 import ipaddress
+import logging
 import socket
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from ctypes import c_char_p, c_uint, c_void_p
 from functools import partial
@@ -21,7 +23,9 @@ from ft.rpc.access import Endpoint
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 SETTING = "fault_tolerance.interface"
+AGAIN_S = 1.0  # between two look-ups of a name that has no address yet
 _IFF_UP = 1
+log = logging.getLogger("pharos.manager")
 
 
 class _IfAddrs(ctypes.Structure):
@@ -63,20 +67,37 @@ def interfaces() -> dict[str, list[Address]]:
 
 
 def advertised(
-    interface: str, lighthouse: str, interfaces: Callable[[], Mapping[str, Sequence[Address]]] = interfaces
+    interface: str,
+    lighthouse: str,
+    interfaces: Callable[[], Mapping[str, Sequence[Address]]] = interfaces,
+    *,
+    patience_s: float = 0.0,
+    resolve: Callable[[str], str] = local_address_for,
+    clock: Callable[[], float] = time.monotonic,
+    pause: Callable[[float], None] = time.sleep,
 ) -> str:
     """Returns the address to advertise. `interface`: the name of an interface ("eth0"), a network ("10.0.0.0/8"), one address, or "" for
     the source address of connections to `lighthouse` ("http://host:port"; no packet is sent). Of several addresses it prefers those that
-    are not loopback, then those of the address family of the lighthouse (IPv4 if that is a name). Raises ValueError, with the choices."""
+    are not loopback, then those of the address family of the lighthouse (IPv4 if that is a name). Raises ValueError, with the choices;
+    ConnectionError if the lighthouse's name has no address within `patience_s`: the name server may be away, or not know it yet."""
     place = Endpoint.parse(lighthouse, "TORCHFT_LIGHTHOUSE")
-    if not interface:
+    until_s, warned = clock() + patience_s, False
+    while not interface:
         try:
-            return local_address_for(place.host).partition("%")[0]
-        except (socket.gaierror, UnicodeError):
+            return resolve(place.host).partition("%")[0]
+        except UnicodeError:
             raise ValueError(f"TORCHFT_LIGHTHOUSE {place}: there is no host {place.host}") from None
+        except socket.gaierror as error:
+            no_address, why = f"TORCHFT_LIGHTHOUSE {place}: {place.host} has no address", error.strerror
         except OSError:
             words = _words(interfaces())
             raise ValueError(f"TORCHFT_LIGHTHOUSE {place}: no interface of this machine leads there; {words}") from None
+        if clock() >= until_s:
+            raise ConnectionError(f"{no_address} within {patience_s:g} s: {why}")
+        if not warned:
+            warned = True
+            log.warning("%s; waiting %g s for one: %s", no_address, patience_s, why)
+        pause(min(AGAIN_S, patience_s))
     there = interfaces()
     try:
         network = ipaddress.ip_network(interface, strict=False)

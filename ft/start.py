@@ -139,16 +139,17 @@ def open_manager(
     from ft.semi_sync_manager import FragmentGradients, OuterOptimizer, SemiSyncManager
 
     slots_per_step, inner_steps = environment.slots_per_step(settings), settings.inner_steps
+    contact_s = float(environment.connect_timeout_s or ReplicaGroupConfig.contact_s)
     config = ReplicaGroupConfig(
         name=environment.name,
         group_rank=environment.group_rank,
         world_size=environment.world_size,
         lighthouse=environment.lighthouse,
-        host=advertised(settings.interface, environment.lighthouse),
+        host=advertised(settings.interface, environment.lighthouse, patience_s=contact_s),
         access=Access(environment.token, tls=environment.tls),
         times=settings.times,
         every_step=settings.quorum == "every_step",
-        contact_s=float(environment.connect_timeout_s or ReplicaGroupConfig.contact_s),
+        contact_s=contact_s,
     )
     options = ManagerOptions(
         slot_size=slot_size * inner_steps,

@@ -138,16 +138,17 @@ class Manager:
             times = replace(times, beat_s=heartbeat_interval.total_seconds())
         if bad := times.incompatible_timeouts(times):
             raise ValueError(f"heartbeat_interval or times: {'; '.join(bad)}")
+        contact_s = _seconds(environment.connect_timeout_s, connect_timeout) or ReplicaGroupConfig.contact_s
         config = ReplicaGroupConfig(
             name=group_name(replica_id or environment.replica_group_id or f"group-{secrets.token_hex(4)}"),
             group_rank=environment.group_rank if rank is None else rank,
             world_size=environment.world_size if world_size is None else world_size,
             lighthouse=lighthouse if "://" in lighthouse else f"http://{lighthouse}",
-            host=_resolve(hostname) if hostname else advertised(interface, lighthouse),
+            host=_resolve(hostname) if hostname else advertised(interface, lighthouse, patience_s=contact_s),
             access=Access(environment.token, insecure, environment.tls),
             times=times,
             restart_count=environment.restart_count,  # torchrun's store outlives restarts
-            contact_s=_seconds(environment.connect_timeout_s, connect_timeout) or ReplicaGroupConfig.contact_s,
+            contact_s=contact_s,
             every_step=every_step,
             max_active_groups=min_replica_size if world_size_mode is WorldSizeMode.FIXED_WITH_SPARES else None,
             retries=environment.quorum_retries if quorum_retries is None else quorum_retries,

@@ -113,9 +113,42 @@ def test_a_lighthouse_that_no_route_leads_to():
 
 
 def test_a_lighthouse_without_an_address():
-    for name in ("head.cluster", f"{'a' * 64}.cluster"):  # the resolver has no answer; no name can be so long
-        said = rf"^TORCHFT_LIGHTHOUSE {name}:29510: there is no host {name}$"
-        with without_dns(), pytest.raises(ValueError, match=said):
-            advertised("", f"http://{name}:29510")
+    with (
+        without_dns(),
+        pytest.raises(
+            ConnectionError,
+            match=r"^TORCHFT_LIGHTHOUSE head\.cluster:29510: head\.cluster has no address within 0 s: \w",
+        ),
+    ):
+        advertised("", "http://head.cluster:29510")
+    name = f"{'a' * 64}.cluster"  # no name can be so long
+    with pytest.raises(ValueError, match=rf"^TORCHFT_LIGHTHOUSE {name}:29510: there is no host {name}$"):
+        advertised("", f"http://{name}:29510", patience_s=60.0)
     with pytest.raises(ValueError, match="TORCHFT_LIGHTHOUSE nonsense: must be HOST:PORT"):
         advertised("", "nonsense")
+
+
+def test_a_name_that_has_no_address_yet_is_waited_for(caplog: pytest.LogCaptureFixture):
+    """A name server may be away for a moment, or a cluster not yet know the name."""
+    away = socket.gaierror(socket.EAI_AGAIN, "Temporary failure in name resolution")
+    said = "TORCHFT_LIGHTHOUSE head.cluster:29510: head.cluster has no address"
+
+    def told(answers: list[str | OSError], times: list[float]) -> tuple[str, list[float]]:
+        pauses = list[float]()
+
+        def resolve(host: str) -> str:
+            if isinstance(answer := answers.pop(0), OSError):
+                raise answer
+            return answer
+
+        given = dict(resolve=resolve, clock=iter(times).__next__, pause=pauses.append)
+        try:
+            return advertised("", "http://head.cluster:29510", patience_s=60.0, **given), pauses  # type: ignore[arg-type]
+        except ConnectionError as error:
+            return str(error), pauses
+
+    assert told([away, away, "fe80::7%eth0"], [0.0, 5.0, 11.0]) == ("fe80::7", [1.0, 1.0])
+    warning = f"{said}; waiting 60 s for one: Temporary failure in name resolution"
+    assert caplog.messages == [warning]  # once
+    too_late = f"{said} within 60 s: Temporary failure in name resolution"
+    assert told([away, away], [0.0, 5.0, 60.0]) == (too_late, [1.0])
