@@ -97,13 +97,18 @@ def try_to_write(path: Path) -> None:
     probe.unlink()
 
 
+def new_owner() -> str:
+    return uuid.uuid4().hex[:12]
+
+
 class Superseded(RuntimeError):
     """A different lighthouse continues from the state file: this one must not answer any more."""
 
 
-def acquire(path: Path) -> str:
-    """Acquires the file, before `read`; from then on no other lighthouse can write it. Returns the owner name. Raises OSError."""
-    owner = uuid.uuid4().hex[:12]
+def acquire(path: Path, owner: str = "") -> str:
+    """Acquires the file, before `read`; from then on no other lighthouse can write it. Returns the owner name, by default a new one. Raises
+    OSError, perhaps after the name was written: who tries again gives the same name, so as not to take it for another's."""
+    owner = owner or new_owner()
     stamp = path.with_name(f"{path.name}.{owner}")
     try:
         try:
@@ -168,7 +173,7 @@ class StateFileWriter:
         """`owner`: result of acquire. `saved`: contents of the file. `trouble`: why the file could not be acquired at the start; then
         the first write acquires it, if its owner is still the same. Raises OSError."""
         self.path, self._owner, self._written, self.trouble = path, owner, saved, trouble
-        self._before = owner_of(path) if trouble else None
+        self._before, self._claim = owner_of(path) if trouble else None, new_owner()
         self._over: Superseded | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="state-file")
         self._newest: m.PersistentState | None = None
@@ -252,8 +257,11 @@ class StateFileWriter:
     def _try(self, saved: m.PersistentState) -> bool:
         try:
             if self._before is not None:  # it could not be acquired at the start, so this is done now
-                ours = owner_of(self.path) == self._before
-                self._owner = self.acquire_file(self.path) if ours else ""
+                ours = owner_of(self.path) in (
+                    self._before,
+                    self._claim,
+                )  # the latter if an earlier try failed half-way
+                self._owner = self.acquire_file(self.path, self._claim) if ours else ""
                 try:
                     there = read(self.path)
                 except ValueError:

@@ -270,10 +270,10 @@ def test_who_starts_on_a_read_only_disk_takes_over_when_it_can_write(tmp_path: P
         pace_s = SOON
 
         @staticmethod
-        def acquire_file(path: Path) -> str:
+        def acquire_file(path: Path, owner: str = "") -> str:
             if not writable.is_set():
                 raise READ_ONLY
-            return state_file.acquire(path)
+            return state_file.acquire(path, owner)
 
     flags = ["--min_replicas", "1", "--state_file", str(path), "--http", "none", "--bind", "127.0.0.1:0"]
     assert read_options(flags, try_to_write=Writer.acquire_file).state == path
@@ -293,6 +293,33 @@ def test_who_starts_on_a_read_only_disk_takes_over_when_it_can_write(tmp_path: P
                 state_file.write(path, SAVED, first)
 
     asyncio.run(starts())
+
+
+def test_who_has_taken_over_late_goes_on_after_one_more_disk_error(tmp_path: Path):
+    """The disk may fail between the writer's name beside the file and the clean-up that follows it."""
+    path, broken = tmp_path / "state.json", [OSError(errno.EIO, "Input/output error")]
+    state_file.write(path, SAVED, first := state_file.acquire(path))
+
+    class Writer(state_file.StateFileWriter):
+        pace_s = SOON
+
+        @staticmethod
+        def acquire_file(path: Path, owner: str = "") -> str:
+            owner = state_file.acquire(path, owner)
+            if broken:
+                raise broken.pop()
+            return owner
+
+    async def story() -> None:
+        state_writer = Writer(path, "", SAVED, trouble=str(READ_ONLY))
+        newer = replace(SAVED, last_id=SAVED.last_id + 5000)
+        await (state_writer.keep(newer) or asyncio.sleep(0))
+        assert not broken and state_file.read(path) == newer
+        with pytest.raises(state_file.Superseded):
+            state_file.write(path, SAVED, first)
+        await state_writer.close()
+
+    asyncio.run(story())
 
 
 def test_who_could_not_take_over_goes_on_from_no_file_that_was_anothers_since(tmp_path: Path):

@@ -140,9 +140,9 @@ def test_what_was_written_until_the_state_is_taken_over_counts(tmp_path: Path):
 
     class Late(state_file.StateFileWriter):
         @staticmethod
-        def acquire_file(path: Path) -> str:
+        def acquire_file(path: Path, owner: str = "") -> str:
             state_file.write(path, m.PersistentState("the epoch", last_id=7))
-            return state_file.acquire(path)
+            return state_file.acquire(path, owner)
 
     state_writer, saved = Late.begin(path, recover=False)
     assert saved and (saved.last_id, saved.epoch) == (7, "the epoch")
