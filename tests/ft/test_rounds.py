@@ -10,7 +10,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ft.config import Schedule
 from ft.protocol.messages import name_of
@@ -251,6 +251,24 @@ def test_weights_alone_are_a_beginning():
     rounds.begin_step()
     for name, value in model.state_dict().items():
         assert torch.equal(value, given[name])
+
+
+def test_an_offer_is_fenced_before_the_outer_weights_change_places():
+    """The last text is sampled with them while another group may still heal from this one."""
+    model, at_the_fence = Blocks(), list[list[Tensor]]()
+    manager = Mock(gradients=FragmentGradients(), slot_size=4)
+    rounds = SemiSyncManager(manager, Schedule(4, fragments=2), nesterov)
+    rounds.attach([model])
+    offered = [outer.detach() for fragment in rounds.fragments for outer in fragment.outer]
+    agreed = [outer.clone() for outer in offered]
+    with torch.no_grad():
+        for weights in model.parameters():
+            weights += 1
+    manager.healer.fence.side_effect = lambda: at_the_fence.append([outer.clone() for outer in offered])
+    with rounds.use_outer_weights():
+        local = [local for fragment in rounds.fragments for local in fragment.local]
+        assert all(map(torch.equal, local, agreed)) and not any(map(torch.equal, offered, agreed))
+    assert len(at_the_fence) == 1 and all(map(torch.equal, at_the_fence[0], agreed))
 
 
 # ------------------------------------------------------------------------------------------------ fragments
