@@ -100,10 +100,10 @@ class CollectiveQueue:
         while (item := self._tasks.get()) is not None:
             work, device, ready, task = item
             streams = streams_of(device)
-            if streams and device not in own:
-                own[device] = streams.Stream(device)
             if self._error is None:
                 try:
+                    if streams and device not in own:
+                        own[device] = streams.Stream(device)
                     with streams.stream(own[device]) if streams else nullcontext(), torch.no_grad():
                         if streams:
                             own[device].wait_event(ready)

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -159,10 +160,15 @@ class NcclEngine:
     def _poll(self) -> None:
         while (item := self._started.get()) is not None:
             work, operation, ended = item
-            while not work.is_completed():
-                time.sleep(POLL_S)
-            ended(failure_of(work.wait), source_of(work, operation))
+            ended(failure_of(partial(_wait, work)), source_of(work, operation))
             del work, operation, ended, item  # they would keep tensors until the next operation
+
+
+def _wait(work: dist.Work) -> None:
+    """Returns at the end of the work. Raises its error, or that of a check, such as a CUDA error of a different kernel."""
+    while not work.is_completed():
+        time.sleep(POLL_S)
+    work.wait()
 
 
 @contextmanager

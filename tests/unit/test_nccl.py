@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from ft.config import FaultTolerance
 from ft.process_groups.baby import ChildGroup
-from ft.process_groups.errors import RendezvousFailed
+from ft.process_groups.errors import ProcessGroupError, RendezvousFailed
 from ft.process_groups.forming import Engine, Rendezvous
 from ft.process_groups.nccl import CONSTRUCTOR_SETTINGS, ProcessGroupNCCL, form_nccl, process_settings
 from ft.process_groups.store import serve
@@ -35,6 +36,7 @@ class FakeNccl:
     summing: threading.Event = field(default_factory=threading.Event)  # the first sum has begun
     aborted: threading.Event = field(default_factory=threading.Event)
     environments: list[dict[str, str | None]] = field(default_factory=list)  # at the constructor, at each sum
+    poll_error: str = ""  # of a check whether a sum has ended
     summed_in: str = ""  # the thread
     devices: dict[str, int] = field(default_factory=dict)  # by thread, as it was set last
 
@@ -45,7 +47,12 @@ class FakeNccl:
         self.environment()
         self.summed_in = threading.current_thread().name
         self.summing.set()
-        return SimpleNamespace(is_completed=lambda: self.peers.is_set() or self.aborted.is_set(), wait=self.wait)
+        return SimpleNamespace(is_completed=self.is_completed, wait=self.wait)
+
+    def is_completed(self) -> bool:
+        if self.poll_error:
+            raise RuntimeError(self.poll_error)
+        return self.peers.is_set() or self.aborted.is_set()
 
     def wait(self) -> None:
         if self.aborted.is_set():
@@ -190,4 +197,16 @@ def test_who_never_comes_to_the_first_sum_is_told_within_the_rendezvous(fake: Fa
         with pytest.raises(RendezvousFailed, match=r"within|first all-reduce|cancelled"):
             group.configure(store(f"never{group.rendezvous_s}"), 0, 1)
     assert fake.aborted.wait(60)
+    group.shutdown(60.0)
+
+
+def test_a_check_that_fails_ends_its_operation_and_not_the_thread(fake: FakeNccl, store: Callable[[str], str]):
+    group = fake.group(60.0)
+    fake.peers.set()
+    group.configure(store("check"), 0, 1)
+    fake.poll_error = "CUDA error: unspecified launch failure"
+    work = group.allreduce([torch.ones(1)])
+    with pytest.raises(ProcessGroupError, match=fake.poll_error):
+        work.wait(timedelta(seconds=60))
+    assert group.errored() is not None
     group.shutdown(60.0)

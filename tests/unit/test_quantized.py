@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +17,7 @@ from torch import Tensor
 from ft.gradients import Gradients
 from ft.process_groups.errors import Abandoned, ProcessGroupError
 from ft.quantized import BLOCK, LEVELS, CollectiveQueue, ErrorFeedback, dequantize, message_bytes, quantize
+from tests.unit.fakes import set_cuda
 from tests.unit.gradient_groups import Member, World, finish, linear, members, open_all
 from tests.waiting import in_time
 
@@ -184,6 +188,22 @@ def test_after_it_is_closed_nothing_goes_out():
         work.wait()
     lane.join()
     assert len(world.groups[0].started) == 1
+
+
+def test_a_stream_that_cannot_be_made_fails_the_works(monkeypatch: pytest.MonkeyPatch):
+    def stream(device: torch.device) -> None:
+        raise RuntimeError("CUDA error: unspecified launch failure")
+
+    now = SimpleNamespace(record_event=lambda: None)
+    set_cuda(monkeypatch, SimpleNamespace(is_available=lambda: False, current_stream=lambda device: now, Stream=stream))
+    lane = CollectiveQueue(World(1).groups[0])  # type: ignore[arg-type]
+    tensor: Any = SimpleNamespace(device=torch.device("cuda", 0), is_cuda=False)
+    works = [lane.allreduce([tensor]) for _ in range(2)]
+    for work in works:
+        with pytest.raises(RuntimeError, match="unspecified launch failure"):
+            work.wait(timedelta(seconds=LIMIT_S))
+    lane.close()
+    lane.join()
 
 
 # ------------------------------------------------------------------------------------------------ gradients
