@@ -20,7 +20,7 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from ft.healing.capture import StagingBuffer, StateView, TensorPayload
@@ -189,6 +189,8 @@ def parse_reply(head: bytes) -> tuple[int, int]:
 
 
 class HttpFetch:
+    make_thread: Callable[..., threading.Thread] = threading.Thread
+
     def __init__(
         self, transport: HttpTransport, sources: Sources, into: StateView, path: str, progress: OnBytes
     ) -> None:
@@ -216,8 +218,11 @@ class HttpFetch:
         """Fetches the state, and returns it when it is complete and verified. Raises HealFailed."""
         works = [(self._receive, one) for one in self._streams]
         works += [(self._fetch_digests, one) for one in self._digest_connections]
-        for work, connection in works:
-            threading.Thread(target=work, args=(connection,), name="heal-fetch", daemon=True).start()
+        try:
+            for work, connection in works:
+                self.make_thread(target=work, args=(connection,), name="heal-fetch", daemon=True).start()
+        except RuntimeError as error:  # no more threads: those that have begun must not write during the next try
+            self.stop(str(error))
         with self._lock:  # waits for threads that may write, not for those that still connect
             self._lock.wait_for(lambda: not self._requested and (self._over or self._ended == len(self._streams)))
             body, complete = self._body, self._complete

@@ -20,7 +20,7 @@ import torch
 from ft.healing.capture import StateRegistry
 from ft.healing.format import CHUNK_BYTES
 from ft.healing.http_server import MAX_CONNECTIONS, HealServer
-from ft.healing.http_transport import HttpTransport
+from ft.healing.http_transport import HttpFetch, HttpTransport
 from ft.healing.transport import MAX_JOINERS, Fenced, HealConfig, HealFailed, StateOffer, StateSource, TooManyJoiners
 from ft.rpc.access import Access
 from tests.healing.http_world import MIB, QUICK, TOKEN, World, commit, heal
@@ -441,6 +441,35 @@ def test_a_connection_without_a_thread_is_turned_away_and_the_next_one_served(wo
                 heal(world.transport("j"), joiner, server)
         heal(world.transport("j"), joiner, server)
         assert equal(joiner.loaded, group.values) and len(server.connections) <= 2
+
+
+@pytest.mark.parametrize("begun", [0, 1])
+def test_a_fetch_without_a_thread_ends_the_others_before_it_fails(
+    world: World, monkeypatch: pytest.MonkeyPatch, begun: int
+):
+    """The next try writes to the same tensors."""
+    group, joiner, made, reached = large(1), large(2), list[threading.Thread](), world.event()
+
+    def thread(**more: Any) -> threading.Thread:
+        if len(made) == begun:
+            assert not begun or reached.wait(30)
+            raise RuntimeError("can't start new thread")
+        made.append(threading.Thread(**more))
+        return made[-1]
+
+    transport, source = world.transport("j", config=HealConfig(heal_streams=3)), world.source(group)
+    with monkeypatch.context() as scarce:
+        scarce.setattr(HttpFetch, "make_thread", staticmethod(thread))
+        with pytest.raises(HealFailed, match=r"^can't start new thread$") as failed:
+            heal(transport, joiner, world.proxy(source, hold(10 * MIB, world.event(), reached)))
+    assert failed.value.touched == bool(begun)
+    before = joiner.values["model"]["weights"].clone()
+    for one in made:
+        one.join(30)
+    assert not any(one.is_alive() for one in made)
+    assert torch.equal(joiner.values["model"]["weights"], before), "nothing was written after the failure"
+    heal(transport, joiner, source)
+    assert equal(joiner.loaded, group.values)
 
 
 def test_a_silent_connection_is_closed():
