@@ -257,10 +257,8 @@ class StateFileWriter:
     def _try(self, saved: m.PersistentState) -> bool:
         try:
             if self._before is not None:  # it could not be acquired at the start, so this is done now
-                ours = owner_of(self.path) in (
-                    self._before,
-                    self._claim,
-                )  # the latter if an earlier try failed half-way
+                # the claim is there already if an earlier try failed half-way
+                ours = owner_of(self.path) in (self._before, self._claim)
                 self._owner = self.acquire_file(self.path, self._claim) if ours else ""
                 try:
                     there = read(self.path)
