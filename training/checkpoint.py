@@ -649,9 +649,8 @@ class Checkpointer:
             keep = self._config.keep_latest_k
             if lease.settled:
                 files.prune(self.folder, keep, written=step, branch=branch, damaged=damaged, in_use=in_use)
-                if (
-                    lease.shared
-                ):  # copies that groups began which never returned; the store does not keep those steps either
+                # copies that groups began which never returned; the store does not keep those steps either
+                if lease.shared:
                     oldest = min(files.list_steps(self.folder), default=0)
                     files.tidy(self.folder, oldest - 1, lambda name: name.startswith(FETCH))
         except OSError as error:
