@@ -273,7 +273,7 @@ def test_files_that_grow_are_put_as_segments(store: ObjectStore, tmp_path: Path)
     "after", ["1\n2\nthree\n4\n5\n", "1\n2\nthree\n", "1\n2\n3\nfour\n", "one\n", "one\n2\nthree\n4\n5\n6\n"]
 )
 def test_a_kill_at_any_operation_leaves_the_old_or_the_new_files(tmp_path: Path, after: str):
-    """Of a file whose end was changed, and whose old segments are removed after the new one is there."""
+    """The old segments of a file whose end changed are removed after the new one is there."""
     before, kills = ["1\n2\n", "1\n2\n3\n4\n", "1\n2\n3\n4\n5\n"], 0
     here, there, killed = tmp_path / "here", tmp_path / "there", True
     for folder in (here, there):
