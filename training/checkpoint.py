@@ -910,9 +910,8 @@ class RankCollectives:
 
     def __init__(self) -> None:
         self.rank, self.world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-        timeout = timedelta(
-            minutes=30
-        )  # for the files of the slowest rank in a save or load, and the requests of rank 0 to a store
+        # for the files of the slowest rank in a save or load, and the requests of rank 0 to a store
+        timeout = timedelta(minutes=30)
         self.group = dist.new_group(backend="gloo", timeout=timeout) if self.world_size > 1 else None
 
     def all_gather(self, value: T) -> list[T]:

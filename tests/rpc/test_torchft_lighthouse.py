@@ -23,9 +23,8 @@ def test_two_groups_train_one_dies_and_comes_again(peer: Peer):
         if len(rank.together_commits) == 3:
             rank.kill()
 
-    make = partial(
-        Manager, restore=lambda: None
-    )  # as train.py: no group has a state before it has looked for a checkpoint
+    # as train.py: no group has a state before it has looked for a checkpoint
+    make = partial(Manager, restore=lambda: None)
     same: dict[str, Any] = {"together": 2, "every_step": True, "options": {"init_sync": True}, "make": make}
     lighthouse = peer.lighthouse(1, join_timeout_ms=100, heartbeat_timeout_ms=2000)
     with lighthouse as address, closing(Job(address)) as job:

@@ -110,9 +110,8 @@ def stub_torch(tree: Path) -> None:
 
 @pytest.fixture
 def start(tree: Path, cleanup: ExitStack) -> Start:
-    before = signal.signal(
-        signal.SIGINT, signal.default_int_handler
-    )  # else ignored, also here, in a script's background
+    # else ignored, also here, in a script's background
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     cleanup.callback(signal.signal, signal.SIGINT, before)
 
     def start(

@@ -111,9 +111,8 @@ def test_a_run_ends_says_so_and_goes_on_when_it_may(folder: Path):
     assert other.end() == 2 and "training.seed" in other.text and "saved 0, now 1" in other.text
 
     weights = "--checkpoint.last_save_model_only"
-    more = Job(
-        folder, "--training.steps", "7", weights, "--validation.steps=20", nproc=2
-    )  # on two ranks, at the same place in the data
+    # on two ranks, at the same place in the data
+    more = Job(folder, "--training.steps", "7", weights, "--validation.steps=20", nproc=2)
     assert more.end() == 0, more.text
     assert "finished step 7 (resumed at 6): 128 tokens" in more.text
     assert "checkpoint: model, optimizer, ledger, meter, data loaded from outputs/tiny/checkpoint/step-6, " in more.text

@@ -82,10 +82,11 @@ def test_budgets_end_where_the_checkpoint_says(tmp_path: Path, monkeypatch: pyte
         f"--training.steps: {(last + 1 - STEP) * 4} sequences are needed from 40 on, but the budgets of training.sources end after "
         f"{end - 40}; set fewer steps, or larger budgets"
     )
+    # they stop at the end of the budgets
     skipping = (
         "--training.skip=[{first = 4, end = 8}]",
         f"--training.steps={last + 1}",
-    )  # they stop at the end of the budgets
+    )
     assert refused(*own[:1], *skipping) == ""
     # with another seed the budget begins at the change of settings
     later = f"--training.steps={last + STEP}"

@@ -134,9 +134,8 @@ def test_each_branch_of_a_corpus_begins_a_segment(tmp_path: Path) -> None:
     [late] = first_ids(longer, [3])  # a hole: 17 tokens, and 4 that are neither inputs nor targets
     assert late == [*order.sequence(3).tolist(), 0, 0, 0, IGNORED]
     masked = open_it(replace(config, seq_len=20, seed=6, document_mask=True), tmp_path / "cache")
-    assert resumed(masked, first.state_dict(), 7, [3]).startswith(
-        "data: a new epoch begins"
-    )  # for the seed, not the mask
+    # for the seed, not the mask
+    assert resumed(masked, first.state_dict(), 7, [3]).startswith("data: a new epoch begins")
     with closing(masked.loader(SlotPartition(1, 1, 0, 1))) as loader:
         [batch] = loader.load([3])
     assert batch.document_starts is not None

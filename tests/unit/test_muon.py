@@ -186,9 +186,8 @@ def test_an_average_begins_and_ends_at_a_branch_point_and_goes_out_with_the_weig
     ema.update()
     ema.update()
     saver = checkpointer(ema)
-    saver.rewind(
-        2, [], lambda: None
-    )  # to step 1, which has no average: one of steps that are given up is none of theirs
+    # to step 1, which has no average: one of steps that are given up is none of theirs
+    saver.rewind(2, [], lambda: None)
     assert ema.n_averaged == 0
     ema.update()
     saver.save(2)

@@ -65,17 +65,15 @@ def test_only_the_sockets_of_the_group_are_shut():
         near_side, far_side = connected(ours)
         stranger, its_peer = connected(others)
         with near_side, far_side, stranger, its_peer:
-            assert (
-                sockets.shutdown_matching(local={ours.getsockname()}) == 1
-            )  # the accepted end; the one that listens is left
+            # the accepted end; the one that listens is left
+            assert sockets.shutdown_matching(local={ours.getsockname()}) == 1
             assert near_side.recv(1) == b""
             stranger.sendall(b"x")
             assert its_peer.recv(1) == b"x"
             again, accepted = connected(ours)
             with again, accepted:
-                assert (
-                    sockets.shutdown_matching(remote={ours.getsockname()}) == 2
-                )  # and the connection before, whose end is dead
+                # and the connection before, whose end is dead
+                assert sockets.shutdown_matching(remote={ours.getsockname()}) == 2
                 assert accepted.recv(1) == b""
 
 
