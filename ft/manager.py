@@ -217,8 +217,11 @@ class Manager:
         self._prober.start(lambda: process_group.waits_since_s, self._on_unreachable)
         self.client.watch(self._on_notice, self._ended, pid=None if options.dies_with_group else 0)
 
-        def reported(status: Status) -> object:  # heal progress, the attempt that is waited for, unreachable members
-            return self.healer.progress, self._launched if status.waiting else 0, self._prober.unreachable
+        def reported(
+            status: Status,
+        ) -> object:  # heal progress, the attempt that is waited for, unreachable members, quorum
+            launched = self._launched if status.waiting else 0
+            return self.healer.progress, launched, self._prober.unreachable, self._quorum_id
 
         given = (config.times.beat_s, self.closed, self._report, reported)
         threading.Thread(target=self._telemetry.report_forever, args=given, name="ft-report", daemon=True).start()
@@ -565,6 +568,8 @@ class Manager:
     def _configure(self, quorum: m.QuorumResult) -> m.Event | None:
         """Offers the state, forms the process group, then starts a fetch, which no other group waits for. None: the group forms
         meanwhile."""
+        if not quorum.same_generation:
+            self._launched = 0  # before the quorum's ID, as the thread "ft-report" reads the two in the reverse order
         self.quorum = quorum
         self.replica_id = quorum.replica_id
         handles = dict(zip(quorum.members, quorum.handles, strict=False))
@@ -574,7 +579,6 @@ class Manager:
             self.healer.offer(quorum)
         event: m.Event | None = m.Configured(quorum.quorum_id, ok=True)
         if not quorum.same_generation:
-            self._launched = 0
             try:
                 self.process_group.configure(
                     f"{quorum.store_address}/{quorum.epoch}/{quorum.quorum_id}/{self._config.group_rank}",
@@ -658,6 +662,11 @@ class Manager:
     def _job_fingerprint(self) -> m.Fingerprint:
         """Fingerprint that must be equal in all groups of the job."""
         return (*self._fingerprint, *self.gradients.fingerprint)
+
+    @property
+    def _quorum_id(self) -> int:
+        """ID of the newest quorum; 0: there was none."""
+        return self.quorum.quorum_id if self.quorum else 0
 
     @property
     def _blame(self) -> tuple[str, ...]:
@@ -792,7 +801,7 @@ class Manager:
 
     def _report(self, metrics: dict[str, float], status: Status) -> None:
         """Sends this rank's progress to the group server; the lighthouse finds stalled groups by it."""
-        machine = self.machine
+        machine, quorum_id = self.machine, self._quorum_id
         report = m.Report(
             replica_id=self.replica_id,
             step=VOID if machine.void else machine.step,
@@ -803,6 +812,7 @@ class Manager:
             settled=machine.settled,
             launched=self._launched,
             blame=self._blame,
+            quorum_id=quorum_id,
         )
         done_bytes, total_bytes = self.healer.progress
         self.client.report(

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Container
+from dataclasses import replace
 from itertools import islice
 
 from ft.protocol import messages as m
@@ -133,6 +134,10 @@ class QuorumRecord:
         return tuple(i for i in self.quorum.ids if i in self._roster.peers and i not in except_ids)
 
     def on_report(self, report: m.Report, now_s: float) -> None:
+        if report.quorum_id not in (0, self.quorum.quorum_id):
+            report = replace(
+                report, waiting=False, launched=0
+            )  # it has not reported from this quorum yet, and may hang
         replica_id, before = report.replica_id, self._reports.get(report.replica_id)
         self._reports[replica_id] = report
         advanced = before is None or (before.launched, before.step) != (report.launched, report.step)

@@ -186,7 +186,7 @@ def report_from(message: pharos_pb2.Report) -> m.Report:
     for name in (*REPORT_BYTES, "median_step_s", "phase_limit_s", "goodput_s", "wall_s"):
         if not 0 <= getattr(message, name) < math.inf:
             raise ValueError(f"{name} = {getattr(message, name)}: must be finite and not below 0")
-    for name in ("step", "settled", "commit_quorum_id", "launched"):
+    for name in ("step", "settled", "commit_quorum_id", "launched", "quorum_id"):
         if not m.VOID <= getattr(message, name) <= MAX_STEP:
             raise ValueError(f"{name} = {getattr(message, name)}: legal is {m.VOID} to {MAX_STEP}")
     if len(message.blame) > MAX_NAMED:

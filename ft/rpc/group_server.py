@@ -70,10 +70,12 @@ class Settings:
 
 
 class RankReports:
-    """The newest report of each rank, and their aggregate. The cost of a report does not depend on the number of ranks."""
+    """The newest report of each rank, and their aggregate. The cost of a report does not depend on the number of ranks. A report from an
+    older quorum than the group's does not count as waiting, nor do its launched attempts: its rank may hang since."""
 
     def __init__(self, world_size: int) -> None:
         self._world_size = world_size
+        self._quorum_id = 0  # of the newest quorum that the ranks were answered with
         self._reports: dict[int, Any] = {}  # rank -> pharos_pb2.Report
         self._waiting: set[int] = set()  # ranks that have entered the all-reduce of a step
         self._summed: set[int] = set()  # ranks that have completed it
@@ -81,9 +83,21 @@ class RankReports:
 
     def update(self, rank: int, report: Any) -> None:
         self._reports[rank] = report
-        for ranks, inside in ((self._waiting, report.waiting), (self._summed, report.waiting and report.summed)):
+        waiting = report.waiting and self._is_current(report)
+        for ranks, inside in ((self._waiting, waiting), (self._summed, waiting and report.summed)):
             (ranks.add if inside else ranks.discard)(rank)
         self.blame(rank, report.blame)
+
+    def begin_quorum(self, quorum_id: int) -> None:
+        """Drops the waits of ranks in older quorums."""
+        if quorum_id != self._quorum_id:
+            self._quorum_id = quorum_id
+            older = {rank for rank in self._waiting if not self._is_current(self._reports[rank])}
+            self._waiting -= older
+            self._summed -= older
+
+    def _is_current(self, report: Any) -> bool:
+        return report.quorum_id in (0, self._quorum_id)  # 0: a rank of an older version
 
     def blame(self, rank: int, others: Collection[str]) -> None:
         """Replaces the list of members that this rank cannot work with."""
@@ -109,14 +123,15 @@ class RankReports:
 
     def aggregate(self) -> Any:
         """Returns the group's report: that of the lowest rank that has reported, with byte counts summed over all ranks, the fewest
-        launched attempts, and the longest phase of any rank."""
+        attempts launched in the group's quorum, and the longest phase of any rank."""
         report, reports = pharos_pb2.Report(), list(self._reports.values())
         if reports:
             report.CopyFrom(self._reports[min(self._reports)])
             longest = max(reports, key=lambda one: one.phase_limit_s)
             if longest.phase_limit_s:
                 report.phase, report.phase_limit_s = longest.phase, longest.phase_limit_s
-            report.launched = min(one.launched for one in reports)
+            report.launched = min(one.launched if self._is_current(one) else 0 for one in reports)
+            report.quorum_id = self._quorum_id
         for name in codec.REPORT_BYTES:
             setattr(report, name, sum(getattr(one, name) for one in reports))
         report.waiting, report.settled, report.summed = self.waiting, self.settled, False
@@ -186,7 +201,7 @@ class GroupService:
         self.processes: dict[int, Process] = {}  # group_rank -> trainer process, if on this host
         self._pending = PendingCalls(self._on_cancelled)  # by CallKey
         self._streams: dict[int, Outbox] = {}  # by group_rank
-        self._reports = RankReports(config.world_size)
+        self.reports = RankReports(config.world_size)
         self._voted: tuple[m.Outcome | None, bytes] = (None, b"")  # newest outcome, and its message
         self._last_report = pharos_pb2.Report()  # newest report sent to the lighthouse
         self._dying_since_s: float | None = None  # since when a killed trainer has not been gone
@@ -222,7 +237,7 @@ class GroupService:
         self.spawn(self._beat_for_ever())
 
     def _open_stream(self, replica_id: str) -> None:
-        self.link.open_stream(replica_id, lambda: self._reports.settled, self._is_stopped)
+        self.link.open_stream(replica_id, lambda: self.reports.settled, self._is_stopped)
 
     def _is_stopped(self) -> bool:
         """Returns True while a trainer is stopped (SIGSTOP): the group then sends no heartbeat, so that it counts as lost."""
@@ -236,7 +251,7 @@ class GroupService:
 
     async def _on_quorum(self, data: bytes, context: Any) -> bytes:
         call = codec.from_bytes(m.RankCall, data)
-        self._reports.blame(call.group_rank, call.blame)  # newer than the rank's last report
+        self.reports.blame(call.group_rank, call.blame)  # newer than the rank's last report
         return await self.ask((call.group_rank, None), call)
 
     async def _on_vote(self, data: bytes, context: Any) -> bytes:
@@ -306,10 +321,9 @@ class GroupService:
         which = up.WhichOneof("up")
         if which == "report":
             codec.report_from(up.report)
-            reports, sent, awaited = self._reports, self._last_report, self._reports.waiting
+            reports, sent, awaited = self.reports, self._last_report, self.reports.waiting
             reports.update(rank, up.report)
-            if reports.waiting != awaited:
-                self.driver.feed(m.ReductionAwaited(not awaited))
+            self._feed_if_changed(awaited)
             if reports.waiting != sent.waiting or reports.blamed != list(sent.blame):
                 self.spawn(self._beat())
         elif which == "wants_to_leave":
@@ -324,6 +338,11 @@ class GroupService:
                 self.driver.feed(m.LighthouseRefused(replica_id, "LOST", reason))
 
             self.spawn(rejoin(self.machine.replica_id, up.rejoin.reason))
+
+    def _feed_if_changed(self, awaited: bool) -> None:
+        """Feeds the machine if the ranks' wait for other groups has begun or ended. `awaited`: True if they waited before."""
+        if self.reports.waiting != awaited:
+            self.driver.feed(m.ReductionAwaited(not awaited))
 
     async def _beat_for_ever(self) -> None:
         while True:
@@ -340,14 +359,17 @@ class GroupService:
         if self._dying_since_s is not None and now_s() - self._dying_since_s >= timeout_s:
             why = "and have not exited; the group ends so that it can restart under its name"
             self.end(f"ranks {dying} were killed {timeout_s:g} s ago, {why}")
-        report = self._last_report = self._reports.aggregate()
+        report = self._last_report = self.reports.aggregate()
         report.replica_id, report.sent_s = self.machine.replica_id, now_s()
         await self.link.send(report=report)
         return True
 
     def _answer_rank(self, effect: m.AnswerRank) -> None:
         match effect.answer:
-            case m.QuorumResult():
+            case m.QuorumResult(quorum_id):
+                awaited = self.reports.waiting
+                self.reports.begin_quorum(quorum_id)
+                self._feed_if_changed(awaited)
                 reply = pharos_pb2.RankReply(quorum=codec.to_message(effect.answer))
             case m.RestoreRequired(settled):
                 reply = pharos_pb2.RankReply(restore=pharos_pb2.Restore(settled=settled))

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
+from functools import partial
+from typing import Any
 
 import pytest
 
+from ft.manager import Manager
 from ft.protocol import messages as m
+from ft.rpc.clients import GroupClient
 from tests.ft.groups import LIMIT_S, Rank, finish, job
+from tests.waiting import in_time
 
 FROM, TO = 3, 9  # committed steps between which is counted
 
@@ -34,6 +39,28 @@ class Counted:
 
         with self._news:
             assert self._news.wait_for(came, LIMIT_S)
+
+
+@pytest.mark.timeout(300)
+def test_a_report_names_the_quorum_that_its_launched_attempts_belong_to():
+    sent = list[m.Report]()
+
+    class Client(GroupClient):
+        def report(self, report: m.Report, **metrics: Any) -> None:
+            sent.append(report)
+            super().report(report, **metrics)
+
+    def at(rank: Rank, step: int) -> None:
+        quorum_id, since = rank.manager.quorum.quorum_id if rank.manager.quorum else 0, len(sent)
+        if step == FROM:
+            assert in_time(lambda: {report.quorum_id for report in sent[since:]} >= {quorum_id})
+
+    with job(min_replicas=1) as made:
+        make = partial(Manager, connect=Client)
+        first = made.group("a", steps=FROM + 2, at=at, make=make)[0]
+        finish(first)
+    assert {report.quorum_id for report in sent if report.launched} >= {1}
+    assert all(report.launched == 0 for report in sent if report.quorum_id == 0)
 
 
 @pytest.mark.timeout(300)

@@ -262,13 +262,16 @@ class LighthousePlayer(Player):
         self, *, until: float, waits: str = "", hangs: str = "", beats: str = "", every: float = 1, **more: Any
     ) -> Iterator[str]:
         """Until a member is lost: each second `waits` report that they wait in the step's sums, `hangs` that they do not, and `beats` only
-        beat, under `id`. `ahead`: those of them that wait in the next sums already."""
+        beat, under `id`. `ahead`: those of them that wait in the next sums already. `repeats`: those whose report is of the quorum before,
+        in which they launched 100 attempts."""
         lost = set(self.machine.roster.lost)
-        ahead, id_ = more.pop("ahead", ""), more.pop("id", 1)
+        ahead, repeats, id_ = more.pop("ahead", ""), more.pop("repeats", ""), more.pop("id", 1)
         while self.now_s < until - 1e-9 and lost == set(self.machine.roster.lost):
             self.effects = []
             for name in sorted(waits + hangs):
                 fields = {"median_step_s": 1.0, "launched": 1 + (name in ahead), **more}
+                if name in repeats:
+                    fields |= {"launched": 100, "quorum_id": self.machine.quorum.quorum_id - 1}
                 self.say(m.Report(f"{name}:1", 1, 1, name in waits, **fields))
             self.beat(*beats, id=id_)
             yield from map(show, self.effects)

@@ -30,6 +30,7 @@ from ft.protocol.group import GroupConfig
 from ft.rpc import codec
 from ft.rpc.access import Access
 from ft.rpc.clients import GroupClient, GroupServerProcess, Stale
+from ft.rpc.driver import now_s
 from ft.rpc.generated import pharos_pb2, torchft_pb2
 from ft.rpc.group_server import GroupService, Process, RankReports, Settings
 from ft.rpc.lighthouse_link import PharosConnection
@@ -674,6 +675,48 @@ def test_reports_of_ranks_come_to_one():
     assert ranks.settled == 6, "other ranks repeat theirs seldom: it may be of another history than the step"
     ranks.update(0, word(step=m.VOID, settled=99))
     assert ranks.settled == 0, "of a rank that heals it is a step of another history"
+
+
+def test_a_rank_whose_report_is_of_an_older_quorum_is_not_waited_for_others():
+    """It may hang since. A rank of an older version names no quorum, and counts as before."""
+    ranks, word = RankReports(2), pharos_pb2.Report
+    ranks.begin_quorum(1)
+    for rank in range(2):
+        ranks.update(rank, word(waiting=True, launched=100, quorum_id=1))
+    assert ranks.waiting and (ranks.aggregate().launched, ranks.aggregate().quorum_id) == (100, 1)
+    ranks.begin_quorum(2)
+    total = ranks.aggregate()
+    assert not ranks.waiting and (total.waiting, total.launched, total.quorum_id) == (False, 0, 2)
+    ranks.update(0, word(waiting=True, launched=1, quorum_id=2))
+    ranks.update(1, word(waiting=True, launched=100, quorum_id=1))
+    assert not ranks.waiting and ranks.aggregate().launched == 0
+    ranks.update(1, word(waiting=True, launched=1))
+    assert ranks.waiting and ranks.aggregate().launched == 1
+
+
+def test_a_wait_of_an_older_quorum_ends_with_the_answer_of_the_next():
+    """The ranks' watchdogs would stand still for others, while their own trainer hangs."""
+
+    async def waits() -> list[bool]:
+        service, _ = service_and_end()
+        service.link.call = lambda call, delay_s: None  # type: ignore[method-assign]
+
+        def answer(quorum_id: int) -> None:
+            service.driver.feed(
+                m.RankCall(0, m.Member(""), known=quorum_id - 1, failed=quorum_id > 1, number=quorum_id)
+            )
+            service.driver.feed(m.LighthouseAnswered(m.Quorum(quorum_id, (m.Member("a:1"), m.Member("b:1")))))
+
+        answer(1)
+        service.reports.update(0, pharos_pb2.Report(waiting=True, quorum_id=1))
+        service.driver.feed(m.ReductionAwaited(True))
+        found = [service.machine.waits(now_s()) is not None]
+        answer(2)
+        found.append(service.machine.waits(now_s()) is not None)
+        await service.close()
+        return found
+
+    assert asyncio.run(waits()) == [True, False]
 
 
 def test_a_report_costs_the_same_however_many_ranks_there_are():

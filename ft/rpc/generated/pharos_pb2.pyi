@@ -233,7 +233,7 @@ class Hello(_message.Message):
     def __init__(self, replica_id: _Optional[str] = ..., quorum_id: _Optional[int] = ..., settled: _Optional[int] = ..., epoch: _Optional[str] = ...) -> None: ...
 
 class Report(_message.Message):
-    __slots__ = ("replica_id", "step", "commit_quorum_id", "waiting", "median_step_s", "settled", "sent_s", "phase", "healed_bytes", "goodput_s", "wall_s", "mean_loss", "heal_done_bytes", "heal_total_bytes", "phase_limit_s", "launched", "summed", "blame")
+    __slots__ = ("replica_id", "step", "commit_quorum_id", "waiting", "median_step_s", "settled", "sent_s", "phase", "healed_bytes", "goodput_s", "wall_s", "mean_loss", "heal_done_bytes", "heal_total_bytes", "phase_limit_s", "launched", "summed", "blame", "quorum_id")
     REPLICA_ID_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     COMMIT_QUORUM_ID_FIELD_NUMBER: _ClassVar[int]
@@ -252,6 +252,7 @@ class Report(_message.Message):
     LAUNCHED_FIELD_NUMBER: _ClassVar[int]
     SUMMED_FIELD_NUMBER: _ClassVar[int]
     BLAME_FIELD_NUMBER: _ClassVar[int]
+    QUORUM_ID_FIELD_NUMBER: _ClassVar[int]
     replica_id: str
     step: int
     commit_quorum_id: int
@@ -270,7 +271,8 @@ class Report(_message.Message):
     launched: int
     summed: bool
     blame: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, replica_id: _Optional[str] = ..., step: _Optional[int] = ..., commit_quorum_id: _Optional[int] = ..., waiting: bool = ..., median_step_s: _Optional[float] = ..., settled: _Optional[int] = ..., sent_s: _Optional[float] = ..., phase: _Optional[str] = ..., healed_bytes: _Optional[int] = ..., goodput_s: _Optional[float] = ..., wall_s: _Optional[float] = ..., mean_loss: _Optional[float] = ..., heal_done_bytes: _Optional[int] = ..., heal_total_bytes: _Optional[int] = ..., phase_limit_s: _Optional[float] = ..., launched: _Optional[int] = ..., summed: bool = ..., blame: _Optional[_Iterable[str]] = ...) -> None: ...
+    quorum_id: int
+    def __init__(self, replica_id: _Optional[str] = ..., step: _Optional[int] = ..., commit_quorum_id: _Optional[int] = ..., waiting: bool = ..., median_step_s: _Optional[float] = ..., settled: _Optional[int] = ..., sent_s: _Optional[float] = ..., phase: _Optional[str] = ..., healed_bytes: _Optional[int] = ..., goodput_s: _Optional[float] = ..., wall_s: _Optional[float] = ..., mean_loss: _Optional[float] = ..., heal_done_bytes: _Optional[int] = ..., heal_total_bytes: _Optional[int] = ..., phase_limit_s: _Optional[float] = ..., launched: _Optional[int] = ..., summed: bool = ..., blame: _Optional[_Iterable[str]] = ..., quorum_id: _Optional[int] = ...) -> None: ...
 
 class TimelineEvent(_message.Message):
     __slots__ = ("lane", "step", "text")
