@@ -220,6 +220,9 @@ class View:
             return "busy", "No group has connected yet", "The lighthouse waits for the first quorum request."
         if machine.quorum is None:
             return "busy", "Waiting for the first quorum", _sentence(reason)
+        if all(row[2] == LEFT for row in rows.values()):
+            where = "The next group begins a job, or continues this one from a checkpoint."
+            return "good", "All groups have left", where
         if counts[LOST] and all(row[2] in (LOST, LEFT) for row in rows.values()):
             where = "Groups that return continue from the state of a process that is still there, or from a checkpoint."
             return "bad", "All groups are gone", where

@@ -248,3 +248,4 @@ def test_a_clean_leave_is_shown_for_what_it_is(job: Jobs, others: tuple[str, ...
         reader.until(lambda r: r.row("1:b") and r.row("1:b")[2] == LEFT)
         reader.until(lambda r: "1:b left: drained" in r.texts)
         assert not any("lost" in text for text in reader.texts)
+        reader.until(lambda r: others or (r.job["state"], r.job["headline"]) == ("good", "All groups have left"))
