@@ -71,9 +71,9 @@ class ErrorSwallowingProcessGroup(Collectives):
     def errored(self) -> Exception | None:
         return self._error or self._group.errored()
 
-    def report(self, error: Exception) -> None:
+    def report_error(self, e: Exception) -> None:
         """Records a failure from elsewhere: later operations do nothing."""
-        self._error = self._error or error
+        self._error = self._error or e
 
     def launch(self, operation: Operation) -> dist.Work:
         work = GroupWork(SIGNATURES[operation.method].name, operation.outputs())
@@ -85,7 +85,7 @@ class ErrorSwallowingProcessGroup(Collectives):
         def ended(future: Any) -> None:
             error = inner.exception()
             if error is not None:
-                self.report(error)
+                self.report_error(error)
             work.end(None, inner._source_rank())
 
         inner.get_future().add_done_callback(ended)

@@ -753,7 +753,7 @@ def test_errors_are_swallowed_and_remembered():
     inner = ProcessGroupDummy()
     group = ErrorSwallowingProcessGroup(inner)
     assert group.allreduce([torch.zeros(1)]).wait() and group.errored() is None
-    group.report(RuntimeError("seen elsewhere"))
+    group.report_error(e=RuntimeError("seen elsewhere"))
     assert group.allreduce([torch.zeros(1)]).wait() and "seen elsewhere" in str(group.errored())
     group.configure("localhost:1/x", 0, 1)
     assert group.errored() is None
