@@ -157,8 +157,9 @@ class Roster:
         if not self.by_last_message:
             self.heard_since_s = now_s
         peer = self.peers.get(replica_id)
-        if peer is None:
-            peer = self.peers[replica_id] = Peer(kind, now_s)
+        if peer is None or (kind == "pharos" != peer.kind):  # a heartbeat as torchft's came before its stream
+            peer, back = Peer(kind, now_s), True
+            self.peers[replica_id] = peer
         peer.seen_at_s = now_s
         self.by_last_message[replica_id] = None
         self.by_last_message.move_to_end(replica_id)
