@@ -64,17 +64,18 @@ class Membership:
 def join(config: ReplicaGroupConfig, store: Store | None) -> Membership:
     """Starts the group server on rank 0, or reads its address from `store`, the group's own, on any other rank. Raises OSError if the
     server does not start, ValueError if the lighthouse lacks a feature or refuses the token, ConnectionError if there is no lighthouse,
-    RuntimeError on a rank other than 0 without `store`."""
+    RuntimeError for one of several ranks without `store`."""
+    if store is None and (config.world_size > 1 or config.group_rank > 0):
+        raise RuntimeError(
+            f"rank {config.group_rank} of {config.world_size} has no store for the address of its group's server"
+        )
     key = f"ft/{config.restart_count}"
     if config.group_rank == 0:
         made = _start(config)
         if store is not None and config.world_size > 1:
             PrefixStore(key, store).set("group", json.dumps({"replica_id": made.replica_id, "address": made.address}))
         return made
-    if store is None:
-        raise RuntimeError(
-            f"rank {config.group_rank} of {config.world_size} has no store with the address of its group's server"
-        )
+    assert store is not None
     limit_s, own = config.contact_s + START_S, PrefixStore(key, store)
     try:
         own.wait(["group"], timedelta(seconds=limit_s))

@@ -16,7 +16,7 @@ from torch.distributed import HashStore
 from ft import LighthouseServer, Seam, SoloManager
 from ft.config import Environment, FaultTolerance
 from ft.manager import Manager, ManagerOptions
-from ft.membership import ReplicaGroupConfig
+from ft.membership import ReplicaGroupConfig, join
 from ft.process_groups.gloo import ProcessGroupGloo
 from ft.protocol.messages import Timeouts
 from ft.rpc.access import Access
@@ -212,6 +212,16 @@ def test_a_rewind_does_not_revoke_a_leave(manager: Seam):
     assert manager.may_exit
     manager.rewind("loss nan", lambda: None)
     assert manager.may_exit
+
+
+@pytest.mark.parametrize("group_rank", [0, 1])
+def test_several_ranks_without_a_store_are_refused(group_rank: int):
+    """On rank 0, too: the others would wait for an address that it cannot tell them."""
+    config = ReplicaGroupConfig(
+        "a", group_rank, 2, "http://127.0.0.1:1", "127.0.0.1", Access(), Timeouts(), contact_s=0
+    )
+    with pytest.raises(RuntimeError, match=f"rank {group_rank} of 2 has no store"):
+        join(config, None)
 
 
 def test_ranks_of_nodes_that_count_their_restarts_differently_join_one_group(tmp_path: Path):
