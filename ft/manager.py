@@ -30,7 +30,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
@@ -161,21 +161,7 @@ class Manager:
         self.slot_size = options.slot_size
         self.state = StateRegistry()
         self.register_state = self.state.register_state
-        self.membership = join(config, store)
-        self.replica_id = self.membership.replica_id
-        self._prober = Prober(config.host, PROBE_FRACTION * config.times.heartbeat_timeout_s)
-        self.healer = Healer(
-            self.state,
-            transport or self._make_transport(),
-            group_rank=config.group_rank,
-            access=config.access,
-            grace_s=config.times.heal_grace_s,
-            on_event=self._feed_from_thread,
-            on_cannot_heal=self._on_cannot_heal,
-        )
         self.closed = threading.Event()
-        self.client = connect(self.membership.address, config.group_rank, config.access)
-        self.want_to_leave = self.client.want_to_leave
         # commits in the trainer's state (rounds with inner_steps > 1); the machine may be ahead by held steps
         self.step = 0
         self.commit_id = ""  # commit ID of that state: equal IDs, the same history
@@ -214,8 +200,36 @@ class Manager:
         self._error: BaseException | None = None  # error of another thread, to be raised in the trainer's
         # the machine takes its state from HealEnded
         self.state.register_state(MACHINE_STATE, self.machine.state_dict, lambda state: None)
+        self.membership = join(config, store)
+        self.replica_id = self.membership.replica_id
+        with ExitStack() as undo:  # if the rest fails, no server of this group may live on, which would keep its name
+            if self.membership.server:
+                undo.callback(self.membership.server.close)
+            self._start(undo, transport, connect)
+            undo.pop_all()
+
+    def _start(
+        self, undo: ExitStack, transport: Transport | None, connect: Callable[[str, int, Access], GroupClient]
+    ) -> None:
+        """Opens what the group's other ranks and other groups reach, and starts the threads. `undo`: closes it again."""
+        config, process_group = self._config, self.process_group
+        self._prober = Prober(config.host, PROBE_FRACTION * config.times.heartbeat_timeout_s)
+        undo.callback(self._prober.close)
+        self.healer = Healer(
+            self.state,
+            transport or self._make_transport(),
+            group_rank=config.group_rank,
+            access=config.access,
+            grace_s=config.times.heal_grace_s,
+            on_event=self._feed_from_thread,
+            on_cannot_heal=self._on_cannot_heal,
+        )
+        undo.callback(self.healer.close)
+        self.client = connect(self.membership.address, config.group_rank, config.access)
+        undo.callback(self.client.close)
+        self.want_to_leave = self.client.want_to_leave
         self._prober.start(lambda: process_group.waits_since_s, self._on_unreachable)
-        self.client.watch(self._on_notice, self._ended, pid=None if options.dies_with_group else 0)
+        self.client.watch(self._on_notice, self._ended, pid=None if self._options.dies_with_group else 0)
 
         def reported(
             status: Status,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import socket
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
 from dataclasses import replace
@@ -20,6 +21,7 @@ from ft.membership import ReplicaGroupConfig, join
 from ft.process_groups.gloo import ProcessGroupGloo
 from ft.protocol.messages import Timeouts
 from ft.rpc.access import Access
+from ft.rpc.clients import GroupClient
 from ft.seam import Stopped
 from ft.start import open_manager
 
@@ -222,6 +224,25 @@ def test_several_ranks_without_a_store_are_refused(group_rank: int):
     )
     with pytest.raises(RuntimeError, match=f"rank {group_rank} of 2 has no store"):
         join(config, None)
+
+
+def test_a_manager_that_cannot_be_made_leaves_no_server_behind():
+    """Else the next one of that name would be refused, as the server's heartbeats go on."""
+    addresses = []
+
+    def refuse(address: str, group_rank: int, access: Access) -> GroupClient:
+        addresses.append(address)
+        raise OSError("no descriptors left")
+
+    lighthouse = LighthouseServer("127.0.0.1:0", 1)
+    config = ReplicaGroupConfig("only", 0, 1, lighthouse.address(), "127.0.0.1", Access(), Timeouts())
+    with pytest.raises(OSError, match="no descriptors left"):
+        Manager(ProcessGroupGloo(), config, ManagerOptions(dies_with_group=False), connect=refuse)
+    lighthouse.shutdown()
+    [address] = addresses
+    host, _, port = address.removeprefix("http://").rpartition(":")
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection((host, int(port)), timeout=30)
 
 
 def test_ranks_of_nodes_that_count_their_restarts_differently_join_one_group(tmp_path: Path):
