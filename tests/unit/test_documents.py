@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from pathlib import Path
 
@@ -77,6 +78,28 @@ def test_members_of_classes_that_are_named_exist(sources: str):
         for owner, name in re.findall(r"`([A-Z]\w*[a-z]\w*)\.(\w+)(?:\(\))?`", page.read_text()):
             bodies = re.findall(rf"^class {owner}\b.*?(?=^\S|\Z)", sources, re.MULTILINE | re.DOTALL)
             assert any(re.search(rf"\b{name}\b", body) for body in bodies), f"{page.name}: {owner}.{name}"
+
+
+def defined(body: list[ast.stmt]) -> dict[str, list[ast.stmt]]:
+    """The functions and classes of a module or class, each with its body, and the names that are assigned there."""
+    named = {
+        one.name: one.body for one in body if isinstance(one, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
+    }
+    assigned = [target for one in body if isinstance(one, ast.Assign) for target in one.targets]
+    return named | {target.id: [] for target in assigned if isinstance(target, ast.Name)}
+
+
+def test_the_map_of_ft_names_what_exists():
+    """ "file.py:Class.method", the paths within ft/."""
+    assert ft.__doc__
+    places = re.findall(r"([\w/]+\.py)(?::([\w.]+\w))?", ft.__doc__)
+    assert sum(bool(name) for _, name in places) >= 20
+    for file, name in places:
+        assert (ROOT / "ft" / file).exists(), file
+        body = ast.parse((ROOT / "ft" / file).read_text()).body
+        for part in name.split(".") if name else ():
+            assert part in defined(body), f"{file}:{name}"
+            body = defined(body)[part]
 
 
 def test_the_page_about_torchft_has_the_names_of_ft():
