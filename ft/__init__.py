@@ -22,8 +22,8 @@ The lighthouse restarts? Steps go on, requests repeat, commits wait after takeov
 A second process of a live name? It is refused while the first was heard of in the last 2.5 s, retries for heartbeat_timeout_s, then
     raises BadInput. If the first is silent, the second takes the name, and the first is lost.
     -> protocol/lighthouse.py:LighthouseMachine._name_taken, rpc/clients.py:GroupClient.ask_quorum
-Which timeouts exist? Seven settings, described in Timeouts. What is no setting is a constant *_S at the top of its module: of calls in rpc/, stalls and
-    sit-outs in protocol/, start in membership.py; also in healer.py, healing/, process_groups/.
+Which timeouts exist? Seven settings, described in Timeouts. What is no setting is a constant *_S at the top of its module: of calls in
+    rpc/, of stalls and sit-outs in protocol/, of the start in membership.py; also in healer.py, healing/ and process_groups/.
     -> protocol/messages.py:Timeouts, protocol/quorum_record.py:QuorumRecord.find_stalled, agreement.py:Agreement.joint_vote_s
 How do the ranks of a group agree on an error? One whose sums failed votes at the group server, which fails the attempt for all. Then
     all all-reduce their votes; unless all are yes, each votes at the server, and follows its outcome.

@@ -117,15 +117,24 @@ class Rewound(NamedTuple):
 
 @dataclass(frozen=True)
 class Timeouts:
-    """Timeouts in seconds. heartbeat_timeout_s and heal_grace_s are equal in a job: the lighthouse sends its own with each answer."""
+    """Timeouts in seconds, each the setting of that name in [fault_tolerance] (config.py). docs/operating.md (Timeouts) says what a shorter
+    and a longer one causes. heartbeat_timeout_s and heal_grace_s are equal in a job: the lighthouse sends its own with each answer."""
 
-    beat_s: float = 1.0  # interval of heartbeats
-    heartbeat_timeout_s: float = 5.0
-    rendezvous_s: float = 10.0  # limit for forming a process group between groups
+    beat_s: float = 1.0  # interval of a group's heartbeats
+    heartbeat_timeout_s: float = 5.0  # silence, after which the lighthouse counts the group as lost
+    rendezvous_s: float = 10.0  # forming a process group between groups; then the attempt fails
+    # each wait for a state that is on its way: of a source's commit (m.Fence), after which the offer is withdrawn; of a joiner for an offer
+    # or for bytes, after which its heal fails; of the others for a joiner, after which it is lost or returns under a new id by itself
     heal_grace_s: float = 30.0
-    takeover_s: float | None = 30.0  # None: only an operator may allow a takeover
-    stall_s: float = 60.0  # wait of any member for others, after which these count as lost
-    collective_s: float = 600.0  # one all-reduce between groups
+    # silence of all groups that have the state, after which others continue from a checkpoint; after half of it without the lighthouse a
+    # group holds back its commits; None (setting: 0): no limit, only an operator may allow a takeover
+    takeover_s: float | None = 30.0
+    # wait of a member for others, which then are lost (sooner where most members wait); of ranks for one of their group, which then ends;
+    # for a group to request a quorum after the others have continued without it, which then is lost
+    stall_s: float = 60.0
+    collective_s: float = (
+        600.0  # age of the oldest operation between groups, at which its generation fails; a last resort
+    )
 
     def incompatible_timeouts(self, theirs: Timeouts) -> list[str]:
         """Returns the reasons why a group with these timeouts may not join a lighthouse that has `theirs`; empty: it may."""
