@@ -28,7 +28,7 @@ Which timeouts exist? Seven settings, described in Timeouts. What is no setting 
 How do the ranks of a group agree on an error? One whose sums failed votes at the group server, which fails the attempt for all. Then
     all all-reduce their votes; unless all are yes, each votes at the server, and follows its outcome.
     -> agreement.py:Agreement.outcome, protocol/group.py:GroupMachine._decide, protocol/step.py:StepMachine._on_outcome
-How is a kind of process group added? By a subclass with KIND and `_build`, which returns an Engine; the docstring of
+How is a kind of process group added? By a subclass with KIND, DEVICE and `_build`, which returns an Engine; the docstring of
     process_groups/base.py lists all other places.
     -> process_groups/base.py:ProcessGroup._build, process_groups/forming.py:Engine, start.py:make_process_group
 How does semi-sync share the step? A round is a step of the same machine. Its gradients are the changes of one fragment's weights, sent
@@ -75,12 +75,17 @@ _ABSENT = {
 __all__ = sorted(_MODULE_OF)
 
 
+def absent(module: str, name: str) -> Exception:
+    """Returns the error for a name that the module does not have, with the alternative if it is one of torchft's."""
+    if name in _ABSENT:  # ImportError, as `from ft import ...` hides the message of an AttributeError
+        return ImportError(f"ft has no {name}: {_ABSENT[name]} (docs/torchft.md)")
+    return AttributeError(f"module {module!r} has no attribute {name!r}")
+
+
 def __getattr__(name: str) -> Any:
     name = _FORMER.get(name, name)
     if name in _TORCHFT:
         return importlib.import_module(f"ft.{name}")
-    if name in _ABSENT:  # ImportError, as `from ft import ...` hides the message of an AttributeError
-        raise ImportError(f"ft has no {name}: {_ABSENT[name]} (docs/torchft.md)")
     if name not in _MODULE_OF:
-        raise AttributeError(f"module 'ft' has no attribute {name!r}")
+        raise absent("ft", name)
     return getattr(importlib.import_module(_MODULE_OF[name]), name)

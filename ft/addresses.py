@@ -1,7 +1,7 @@
 """The address at which other replica groups reach this host: a numeric one, never a name that needs to be resolved.
 
-Flow: start.py (or compat/manager.py) calls `advertised` once; the group server, its store, the heal server and the process groups all
-advertise the result.
+Flow: start.py (or compat/manager.py) calls `advertised` once; the group server, the rendezvous store, the heal server and the Prober listen
+at the result and advertise it. gloo takes the interface that leads to the store (gloo.form_gloo), NCCL chooses its own.
 """
 
 from __future__ import annotations

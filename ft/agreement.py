@@ -1,5 +1,5 @@
 """Agreement of a replica group's ranks on a commit: they all-reduce votes on the host; if all are yes, rank 0 votes for all at the group
-server and broadcasts the outcome.
+server and broadcasts whether the outcome is a yes, from which each rank makes it.
 
 If that does not give a yes, each rank votes at the server by itself, so no rank is stuck in a collective while the commit is delayed.
 """

@@ -16,9 +16,10 @@
 The *tail* is the last elements of the last bucket: numbers of the step, such as tokens per slot and loss (protocol/step.py).
 
 The hook of a parameter (`_on_gradient`) copies its gradient into its bucket (buckets.py), on the CPU while it is in the cache, on an
-accelerator together with the whole bucket, and launches the all-reduce of each bucket when it and all before it are complete. The sum
-becomes `.grad` by pointing there (`deliver`): nothing is copied back. A retry copies the same gradients into other buckets, so it reduces
-the same bits.
+accelerator together with the whole bucket, and launches the all-reduce of each bucket when it and all before it are complete. With FSDP2
+the hook comes after the reduce-scatter inside the group, in the stream of its result: so a bucket has shards of the group's sum, and is
+all-reduced between the same ranks of all groups. The total becomes `.grad` by pointing there (`deliver`): nothing is copied back. A retry
+copies the same gradients into other buckets, so it reduces the same bits.
 
 Memory, beside autograd's own gradients, which live until `deliver`: see memory.py; also twice the size of users' tensors, and three buckets
 while a quantised one is reduced. With keep=False gradients of at least 1 MiB are reduced in place, or, with shared=True, freed when they
@@ -101,7 +102,8 @@ class Gradients:
     requires `keep` and no `slots`. `bucket_bytes`: size limit of a bucket, unless a single gradient is larger. `device`: that of the tail
     if there are no parameters.
 
-    For one thread only, except for the hooks, which autograd may call from a different one, and the callable that `abandon` returns."""
+    For the thread of the step: the trainer's, or autograd's while the trainer is in `backward`. Only the hooks and the callable that
+    `abandon` returns may run in others."""
 
     def __init__(
         self,

@@ -17,7 +17,8 @@ form meanwhile (`_effect_ahead`); then nothing is launched before `reduce`.
     a collective or a rendezvous with other groups   no exception: the step is repeated, in begin_step or after `commit` returned None
     a heal (heal_grace_s)                            no exception: this group heals again, under a new id if the others wait for it
     a quorum request (quorum_s)                      Stopped; also after more than max_retries failed attempts in a row
-    a vote (clients.VOTE_S), the ranks' agreement    GroupEnded
+    a vote, the ranks' agreement                     GroupEnded; of a vote after VOTE_TRIES times VOTE_S (rpc/clients.py) in which no
+                                                     message says that the group waits for others
     start-up                                         TimeoutError, ConnectionError or ChildProcessError, which are OSErrors
 
 A program that uses a process group itself gets a ProcessGroupError, from `configure` and from a work's `wait`."""
@@ -83,7 +84,7 @@ PHASE_OF: dict[type[m.Effect], str] = {  # effects whose time counts as a phase 
 TICK_S = 0.5  # between two Ticks of a wait
 MISMATCHED_KEPT = 64  # most members with a different fingerprint that are remembered
 # share of heartbeat_timeout_s after which a peer that answers no probe is unreachable; the other 0.4 are for the wait before the first
-# probe (Prober.wait_s) and the pause between two checks
+# probe (Prober.wait_s) and the pause between two checks, 1.5 s: a timeout below 3.75 s may pass before a probe has ended
 PROBE_FRACTION = 0.6
 CLOSE_S = 1.0  # longest wait of `close` for process groups to end, which takes milliseconds if no thread of gloo is stuck (gloo.form_gloo)
 log = logging.getLogger("pharos.manager")

@@ -1,6 +1,8 @@
 """torchft.process_group, under its names. The implementations are in ft/process_groups."""
 
-from ft import __getattr__  # noqa: F401 (says why ProcessGroupXCCL is absent)
+from typing import NoReturn
+
+from ft import absent
 from ft.compat.process_groups import ErrorSwallowingProcessGroup as ErrorSwallowingProcessGroupWrapper
 from ft.compat.process_groups import ManagedProcessGroup, ProcessGroupDummy
 from ft.process_groups.baby import ProcessGroupBabyGloo, ProcessGroupBabyNCCL
@@ -18,3 +20,7 @@ __all__ = [
     "ProcessGroupGloo",
     "ProcessGroupNCCL",
 ]
+
+
+def __getattr__(name: str) -> NoReturn:  # says why ProcessGroupXCCL is absent
+    raise absent(__name__, name)

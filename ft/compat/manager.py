@@ -182,7 +182,7 @@ class Manager:
                 # groups with different spares would send tails of different sizes
                 ("world_size_mode and min_replica_size", str(config.max_active_groups)),
             ),
-            gradients=Gradients(shared=pg.IN_CHILD, device="cuda" if "nccl" in pg.KIND else "cpu"),
+            gradients=Gradients(shared=pg.IN_CHILD, device=pg.DEVICE),
             observer=observer,
         )
         for name, value in dict(use_async_quorum=use_async_quorum, enable_error_bus=enable_error_bus).items():
@@ -401,7 +401,7 @@ class Manager:
 
     def shutdown(self, wait: bool = True) -> None:
         """Leaves the job. May be called twice. Between two steps it does not fail a step that others are completing, so all groups may stop
-        at the same step. If the others continue, `leave()` before the last step saves them a retry."""
+        at the same step. If the others continue, `leave()` before the last step saves them a retry. `wait` has no effect: it waits."""
         if self._is_decided and self.core.machine.phase is Phase.BOUNDARY and not self.core.machine.void:
             self.core.may_exit = True  # this group has sent everything that others may wait for
         self.core.gradients.close()

@@ -71,7 +71,7 @@ log = logging.getLogger("pharos.lighthouse")
 # field of Report -> name and help of its gauge, which has the label `replica`
 METRICS = {
     "step": ("pharos_step", "Committed steps of the branch (semi-sync: rounds), -1 while healing"),
-    "median_step_s": ("pharos_step_seconds", "Median duration of a step"),
+    "median_step_s": ("pharos_step_seconds", "Median duration of a step (semi-sync: of a round)"),
     "healed_bytes": ("pharos_healed_bytes", "Bytes received from other groups since the process started"),
     "goodput_s": ("pharos_goodput_seconds", "Time spent in steps that were committed"),
     "wall_s": ("pharos_wall_seconds", "Time since the group's process started"),

@@ -48,7 +48,7 @@ class ProcessGroupBaby(ProcessGroup):
         self._fork_server: ForkServer = fork_server_of_this_process()
         self._fork_server.warm()  # imports torch while this process goes on
         # the current device of this thread, as a generation is formed in a different one
-        self.device = current_device() if self.NATIVE == "nccl" else None
+        self.device = current_device() if self.DEVICE == "cuda" else None
         self.child: Child | None = None  # child of the newest generation
 
     def prepare(self) -> None:
@@ -80,7 +80,7 @@ class ProcessGroupBabyGloo(ProcessGroupBaby):
 class ProcessGroupBabyNCCL(ProcessGroupBaby):
     """NCCL in a child process, on the device that is current in the constructor's thread."""
 
-    KIND, NATIVE = "ft_baby_nccl", "nccl"
+    KIND, DEVICE, NATIVE = "ft_baby_nccl", "cuda", "nccl"
 
 
 class ChildEngine:

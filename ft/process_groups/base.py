@@ -6,9 +6,12 @@ nccl.py, or baby.py, whose child uses these two) starts it on a native process g
 ProcessGroup is also torch's: after `register` dist.all_reduce and its like, functional collectives and DeviceMesh accept it.
 
 A new kind of process group is added here:
-- its engine and its subclass (`KIND`, `_build`), in a module beside gloo.py and nccl.py; in a child also baby.py (ChildGroup.form);
-- its name in ft/config.py (the setting process_group, ProcessGroupKind, _KINDS by the gradients' device), then `make docs`;
+- its engine and its subclass (`KIND`, `DEVICE`, `_build`), in a module beside gloo.py and nccl.py; in a child also baby.py: the subclass
+  with `NATIVE`, and ChildGroup.form, where all but gloo is NCCL;
+- its name in ft/config.py: the setting process_group, ProcessGroupKind, and _KINDS, which has one kind in this process and one in a child
+  for each device of the gradients, and process_group_kind, which names the nearest of the two in its error; then `make docs`;
 - its class in start.make_process_group; environment variables that it requires in nccl.process_settings;
+- its public name, if programs written for torchft use it: ft/__init__.py, ft/process_group.py, docs/torchft.md;
 - `KINDS` of tests/multiproc/test_process_groups.py and test_process_group_deaths.py.
 """
 
@@ -25,7 +28,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -39,7 +42,8 @@ from ft.process_groups.forming import Engine, Rendezvous
 from ft.process_groups.store import parse
 from ft.protocol.messages import Fingerprint
 
-# torch's own timeouts are disabled: a pending operation ends when its sockets are shut down or its process is killed.
+# torch's timeout for operations that are ended by other means: their sockets are shut down, their communicator is aborted or their process
+# is killed. gloo in this process has a backstop instead (gloo.form_gloo).
 NEVER = timedelta(days=365)
 GRACE_S = 0.5  # wait after rendezvous_s, in which the forming thread can report which members are absent
 MAX_ENDING = 4  # most abandoned generations that are still shutting down
@@ -274,7 +278,7 @@ class GroupWork(dist.Work):
 class Generation:
     """One generation of a process group, from its forming until it is abandoned, with its pending works, the oldest first. The first
     failure is the generation's: later operations fail at once with that error, but pending ones may still complete and then count. If the
-    oldest work takes longer than `limit_s`, the generation is interrupted (torch's own timeouts are disabled)."""
+    oldest work takes longer than `limit_s`, the generation is interrupted (torch's own timeouts are longer)."""
 
     def __init__(self, engine: Engine, limit_s: float) -> None:
         self.lock = threading.RLock()  # the callback of a work may launch the next operation
@@ -392,6 +396,7 @@ class ProcessGroup(Collectives):
     `timeout`: seconds (or a timedelta) for an operation, which notices normally interrupt earlier; `rendezvous_s`: timeout of forming."""
 
     KIND = "ft"
+    DEVICE: Literal["cpu", "cuda"] = "cpu"  # type of device whose tensors it reduces
     IN_CHILD = False  # True: operations run in a child process, which uses tensors from shared.empty without a copy
 
     def __init__(self, timeout: timedelta | float = 60.0, *, rendezvous_s: float = 10.0) -> None:

@@ -54,7 +54,7 @@ class ProcessGroupNCCL(ProcessGroup):
     """NCCL in this process. `timeout` is enforced by this process; torch's NCCL watchdog is disabled. `device`: by default the current
     device of the constructor's thread; a generation is formed in a different thread, and CUDA begins each thread on device 0."""
 
-    KIND = "ft_nccl"
+    KIND, DEVICE = "ft_nccl", "cuda"
 
     def __init__(
         self, timeout: timedelta | float = 60.0, *, rendezvous_s: float = 10.0, device: int | None = None

@@ -37,7 +37,7 @@ class GroupConfig:
     store_address: str = ""
     times: m.Timeouts = field(default_factory=m.Timeouts)
     # Retries of a failed request to the lighthouse; -1: as long as a rank waits; None: the default, which is -1 here, and in
-    # compat.TorchftGroup 0, as in torchft.
+    # TorchftGroup (compat/group.py) 0, as in torchft.
     retries: int | None = None
     retry_s: float = 1.0
     max_active_groups: int | None = None  # most groups that are assigned slots, the others are spares; None: all

@@ -659,7 +659,8 @@ class Reduced(Event):
 
 
 class ReduceFailed(Event):
-    """A collective of the attempt failed, or InterruptCollectives ended it. May come while the backward pass still runs."""
+    """A collective of the attempt failed, or InterruptCollectives ended it. May come before Computed, as for an attempt that has to
+    fail (`failure` of Manager.reduce)."""
 
     quorum_id: int
     attempt: int

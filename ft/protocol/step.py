@@ -1,11 +1,12 @@
 """The state machine of a rank's step, from begin to commit.
 
     BOUNDARY --Begin--> (quorum due?) ASKING --QuorumResult--> CONFIGURING --Configured--> CONFIRMING --yes--> COMPUTING
-        ^   \\--------- not due: nothing has changed, no message is sent ---------------------------->   |
+        ^   +---------- not due: nothing has changed, no message is sent ---------------------------->   |
         |                                                                                  Reduced, or ReduceFailed
         +-- commit: yes -- VOTING <---------------------------------------------------------------------+
                            VOTING: retry -> COMPUTING, next attempt, same generation, gradients kept or computed again
                            VOTING: failed -> ASKING; after the new generation is formed: kept gradients again
+                           (with an open heal first CLOSING_HEAL, for the vote on it); any phase -> STOPPED
 
 The *tail* is the end of the last gradient bucket: token counts, loss and flags, all-reduced with the gradients. A healing replica group
 passes through the same phases and contributes zeros. It holds the reduced gradients of each step until its state has arrived; with
