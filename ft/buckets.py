@@ -28,7 +28,7 @@ TAIL_ELEMENTS = 1 << 15
 BUCKET_BYTES = 25 << 20  # most bytes of a bucket of several gradients
 LAST_BUCKET_GRADIENT_BYTES = 64 << 10  # most bytes of a gradient in the tail's bucket
 LAST_BUCKET_BYTES = 1 << 20  # most bytes of all gradients in it
-QUANTIZED_GRADIENT_BYTES = 4 << 10  # in place of LAST_BUCKET_GRADIENT_BYTES where all other buckets are quantised
+QUANTIZED_GRADIENT_BYTES = 4 << 10  # in place of LAST_BUCKET_GRADIENT_BYTES where all other buckets are quantized
 IN_PLACE_BYTES = 1 << 20  # fewest bytes of a gradient that is reduced in place: a message costs more than its copy
 KEPT_SETS = 2  # buffer sets that are kept; more exist while an abandoned process group or held sums use one
 
@@ -48,7 +48,7 @@ class Bucket:
 
 class BucketLayout:
     """The split of gradients into buckets. `tensors`: this rank's shard of each parameter, in the order of registration. `in_place`: reduce
-    large gradients in place. `device`: that of the tail if there are no parameters. `quantized`: quantise all buckets except for the last.
+    large gradients in place. `device`: that of the tail if there are no parameters. `quantized`: quantize all buckets except for the last.
 
     `buckets`: in the order of sending; the last ends in the tail. `starts`: each gradient's offset in its kind's buffer (`sizes`)."""
 

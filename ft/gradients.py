@@ -22,7 +22,7 @@ all-reduced between the same ranks of all groups. The total becomes `.grad` by p
 copies the same gradients into other buckets, so it reduces the same bits.
 
 Memory, beside autograd's own gradients, which live until `deliver`: see memory.py; also twice the size of users' tensors, and three buckets
-while a quantised one is reduced. With keep=False gradients of at least 1 MiB are reduced in place, or, with shared=True, freed when they
+while a quantized one is reduced. With keep=False gradients of at least 1 MiB are reduced in place, or, with shared=True, freed when they
 are copied: a failure loses them.
 
 `deterministic_reduce` (`slots` = S > 0): addition of floats is not associative, so the bits of one sum depend on the groups that have
@@ -30,7 +30,7 @@ computed the slots. Here the layout has S copies of each gradient, one for each 
 others zeros, whose addition is exact in any order; then each rank adds the S sums in the order of the slots. This costs S times traffic and
 memory.
 
-Quantised (`quantized`): buckets are reduced in int8 with error feedback (quantized.py), except for the last one, which has the tail.
+Quantized (`quantized`): buckets are reduced in int8 with error feedback (quantized.py), except for the last one, which has the tail.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class _Attempt:
     tail: Tensor | None = None  # None: not launched yet
     complete: bool = False
     allreduces: list[UserAllreduce] = field(default_factory=list)  # those of the step, once the step has ended
-    queue: CollectiveQueue | None = None  # used for every collective from the first quantised one on
+    queue: CollectiveQueue | None = None  # used for every collective from the first quantized one on
 
 
 @dataclass
@@ -395,7 +395,7 @@ class Gradients:
                 self._attempt.copied.clear()
 
     def drop_feedback(self) -> None:
-        """Discards the rounding errors of earlier quantised reductions: the gradients are given up, or a state without them is loaded."""
+        """Discards the rounding errors of earlier quantized reductions: the gradients are given up, or a state without them is loaded."""
         self._feedback.clear()
 
     @property
@@ -426,7 +426,7 @@ class Gradients:
             raise ValueError(f"the mean of a tensor of {tensor.dtype} is not supported: only of floating-point numbers")
         if quantized and not tensor.is_floating_point():
             raise ValueError(
-                f"a quantised sum of a tensor of {tensor.dtype}: supports only real floating-point numbers"
+                f"a quantized sum of a tensor of {tensor.dtype}: supports only real floating-point numbers"
             )
         if torch._debug_has_internal_overlap(to_local(tensor)) == 1:  # torch's own check before it writes
             raise ValueError(f"a tensor of shape {tuple(tensor.shape)} with overlapping memory: pass its clone()")

@@ -1,6 +1,6 @@
 """All-reduce in int8, with error feedback: a quarter of the bytes, and the rounding error of one reduction is added to the next.
 
-Flow: gradients.py and user_allreduce.py send quantised reductions through a CollectiveQueue; quantize and dequantize define the format.
+Flow: gradients.py and user_allreduce.py send quantized reductions through a CollectiveQueue; quantize and dequantize define the format.
 
 A reduction is two exchanges. Each rank owns a share of the tensor. First every rank sends each owner that owner's share of its values, in
 int8 (all-to-all); owners add these up in fp32, in the order of ranks, and send the sums to all, in int8 again (all-gather). So a rank sends
@@ -32,7 +32,7 @@ from ft.process_groups.errors import Abandoned
 
 BLOCK = 256  # values that share one scale (4 bytes)
 LEVELS = 127  # on either side of 0
-PIECE = (1 << 20) // BLOCK  # blocks that are quantised at a time, so that temporaries stay in the cache
+PIECE = (1 << 20) // BLOCK  # blocks that are quantized at a time, so that temporaries stay in the cache
 
 
 class ErrorFeedback:
@@ -49,7 +49,7 @@ class ErrorFeedback:
 
 
 class CollectiveQueue:
-    """Runs an attempt's reductions on a process group that has formed, one after the other in a thread: a quantised one has two exchanges,
+    """Runs an attempt's reductions on a process group that has formed, one after the other in a thread: a quantized one has two exchanges,
     and all ranks must start all exchanges in the same order. So an attempt that uses a queue sends everything through it.
 
     A wait ends no later than one on the process group: to abandon that ends the works, too. `shared`: a child maps the messages."""
@@ -64,7 +64,7 @@ class CollectiveQueue:
         self._thread.start()
 
     def allreduce(self, tensors: list[Tensor]) -> GroupWork:
-        """Reduces one tensor in place, without quantisation."""
+        """Reduces one tensor in place, without quantization."""
         [tensor] = tensors
         return self._put(tensor, lambda: self._exchange(lambda: self._process_group.allreduce([tensor])))
 
@@ -171,7 +171,7 @@ def message_bytes(blocks: int) -> int:
 
 
 def quantize(values: Tensor, message: Tensor) -> None:
-    """Quantises `values` (blocks, BLOCK), fp32, into `message` (bytes), and leaves the rounding errors in `values`. A block's scale is its
+    """Quantizes `values` (blocks, BLOCK), fp32, into `message` (bytes), and leaves the rounding errors in `values`. A block's scale is its
     largest absolute value / LEVELS, so no error exceeds half of the scale. A block with an infinite value or NaN is decoded as all NaN."""
     codes, scales = _parts(message, len(values))
     levels = torch.tensor(float(LEVELS), device=values.device)  # a number would make CUDA multiply by its inverse
@@ -185,7 +185,7 @@ def quantize(values: Tensor, message: Tensor) -> None:
 
 
 def dequantize(message: Tensor, out: Tensor, *, add: bool = False) -> None:
-    """Dequantises a message written by `quantize`: stores the values in `out` (blocks, BLOCK), fp32, or with `add` adds them to it."""
+    """Dequantizes a message written by `quantize`: stores the values in `out` (blocks, BLOCK), fp32, or with `add` adds them to it."""
     codes, scales = _parts(message, len(out))
     for own, code, scale in zip(out.split(PIECE), codes.split(PIECE), scales.split(PIECE), strict=True):
         values = code.to(torch.float32).mul_(scale.unsqueeze(1))

@@ -98,7 +98,7 @@ class Format:
         "rope_interleaved": ((False, None), "transformers' Llama pairs a feature with the one half a head away"),
         "sliding_window": ((None, False), "attention here is over all earlier tokens"),
         "use_sliding_window": ((False, None), "attention here is over all earlier tokens"),
-        "quantization_config": ((None,), "quantised weights are not supported; save the model without them first"),
+        "quantization_config": ((None,), "quantized weights are not supported; save the model without them first"),
         "auto_map": ((None, {}), "the model has code of its own, which is not run"),
         "add_cross_attention": ((False, None), "there is no encoder here"),
         "is_encoder_decoder": ((False, None), "there is no encoder here"),

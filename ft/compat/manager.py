@@ -457,7 +457,7 @@ class Manager:
         return ""
 
     def _reduce_late(self, tensor: Tensor, *, mean: bool) -> GroupWork:
-        """Reduces a tensor after the step was decided, without quantisation: a failure affects only the tensor."""
+        """Reduces a tensor after the step was decided, without quantization: a failure affects only the tensor."""
         user = UserAllreduce(tensor, self._late, mean=mean, keep=False, after_buckets=True)
         reduction = user.launch(self._pg, self.num_participants(), contributes=self.is_participating())
 

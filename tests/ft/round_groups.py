@@ -215,7 +215,7 @@ class Papers:
         return {name: local[name].clone() if self.averages else self.theta[name] - local[name] for name in names}
 
     def _sum(self, name: str, given: list[Tensor]) -> Tensor:
-        """Quantised: of weights below 256 values, whose sums the first worker makes (Tang et al., arXiv 1905.05957, algorithm 1)."""
+        """Quantized: of weights below 256 values, whose sums the first worker makes (Tang et al., arXiv 1905.05957, algorithm 1)."""
         if not self.quantized:
             return torch.stack(given).sum(0)
         total = torch.zeros_like(given[0])

@@ -56,7 +56,7 @@ def test_muon_steps_each_group(outer: Callable[..., object]):
 
 @pytest.mark.parametrize("schedule", [Schedule(4, delay=1), Schedule(6, fragments=2, delay=2, alpha=0.5)], ids=str)
 def test_the_numbers_of_sums_in_eight_bits(schedule: Schedule, monkeypatch: pytest.MonkeyPatch):
-    """Each weight in its own bucket, and none so small that it is not quantised."""
+    """Each weight in its own bucket, and none so small that it is not quantized."""
     monkeypatch.setattr("ft.buckets.QUANTIZED_GRADIENT_BYTES", 0)
     _hold_against_the_papers("ab", schedule, bucket_bytes=64, quantized=True)
 

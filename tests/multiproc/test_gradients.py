@@ -98,13 +98,13 @@ def test_a_step_whose_first_attempt_dies_has_the_same_bits(pool: Pool, kind: str
         assert in_place == kept
 
 
-def quantised(kind: str) -> list[list[str]]:
+def quantized(kind: str) -> list[list[str]]:
     return [steps_of(kind, True, torch.float32, dies=dies, quantized=True) for dies in (False, True)]
 
 
 def test_sums_in_eight_bits_have_the_same_bits_after_a_death(pool: Pool):
     """On every member, in this process and in a child, whose memory has what is exchanged."""
-    answers = [answer for kind in ("gloo", "baby_gloo") for answer in pool.run(3, quantised, kind)]
+    answers = [answer for kind in ("gloo", "baby_gloo") for answer in pool.run(3, quantized, kind)]
     assert all(answer == answers[0] for answer in answers)
     unharmed, died = answers[0]
     assert died == unharmed and len(set(died)) == 3

@@ -394,6 +394,6 @@ def test_a_parameter_that_is_trained_later_is_an_error_and_no_drift():
         team[0].gradients.launch_remaining([1.0])
 
 
-def test_complex_parameters_are_not_quantised():
+def test_complex_parameters_are_not_quantized():
     with pytest.raises(ValueError, match=r"complex64: reductions in int8 support only real numbers"):
         Gradients(quantized=True).attach([nn.Parameter(torch.ones(2, dtype=torch.complex64))])

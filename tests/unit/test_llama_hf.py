@@ -137,7 +137,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         {"auto_map": {"AutoModel": "x.Y"}},
         'auto_map = {"AutoModel": "x.Y"}: the model has code of its own, which is not run',
     ),
-    ({"quantization_config": {"bits": 4}}, 'quantization_config = {"bits": 4}: quantised weights are not supported'),
+    ({"quantization_config": {"bits": 4}}, 'quantization_config = {"bits": 4}: quantized weights are not supported'),
     ({"head_dim": 128}, "head_dim = 128: here a head has hidden_size / num_attention_heads = 2048 / 32 = 64 features"),
     ({"num_attention_heads": 30}, "num_attention_heads = 30: must divide hidden_size = 2048"),
     ({"vocab_size": None}, "vocab_size: missing"),
