@@ -33,7 +33,7 @@ from ft.healing.capture import StateRegistry
 from ft.healing.format import CHUNK_BYTES, chunk_digest
 from ft.healing.http_transport import HttpTransport
 from ft.healing.pg_transport import IN_FLIGHT, MESSAGE_CHUNKS, PgTransport
-from ft.healing.transport import StateSource, Transport
+from ft.healing.transport import HealEndpoint, Transport
 from ft.process_groups.gloo import ProcessGroupGloo
 from ft.process_groups.store import serve as serve_store
 from ft.rpc.access import Access
@@ -86,7 +86,7 @@ class HealingSide:
         self.steady = reset_peak()
         start = time.monotonic()
         if transport := self.transports.get(kind):
-            transport.fetch([StateSource("source", address)], self.state.view(), quorum_id=1, step=turn)
+            transport.fetch([HealEndpoint("source", address)], self.state.view(), quorum_id=1, step=turn)
         elif kind == "raw":
             self._receive_raw(address)
         else:

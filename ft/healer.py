@@ -14,7 +14,7 @@ from typing import Any
 
 from ft.healing.capture import StateRegistry, StateView
 from ft.healing.format import FormatError
-from ft.healing.transport import HealFailed, StateSource, Transport
+from ft.healing.transport import HealEndpoint, HealFailed, Transport
 from ft.protocol import messages as m
 from ft.rpc.access import Access
 from ft.rpc.clients import GroupClient
@@ -130,8 +130,8 @@ class Healer:
         logged = ""
         wanted = {"quorum_id": quorum.quorum_id, "step": quorum.reference[0]}
         while True:
-            found = {name: self.find(address) for name, address in group_servers.items()}
-            sources = [StateSource(name, at) for name, at in found.items() if at]
+            found = {name: self.heal_address_of(address) for name, address in group_servers.items()}
+            sources = [HealEndpoint(name, at) for name, at in found.items() if at]
             try:
                 if not sources:
                     raise HealFailed("no source reported its healing address", touched=False)
@@ -165,7 +165,7 @@ class Healer:
     def _set_progress(self, done_bytes: int, total_bytes: int) -> None:
         self.progress = (done_bytes, total_bytes)
 
-    def find(self, address: str) -> str:
+    def heal_address_of(self, address: str) -> str:
         """Requests, from the group server at `address`, where that group's rank of the same group_rank serves its state; "": unknown."""
         try:
             with closing(GroupClient(address, self._group_rank, self._access)) as client:

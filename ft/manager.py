@@ -56,7 +56,7 @@ from ft.protocol.compare import as_sent
 from ft.protocol.messages import STEPS_PER_BRANCH, VOID
 from ft.protocol.step import Ledger, Phase, StepConfig, StepMachine
 from ft.rpc.access import Access
-from ft.rpc.clients import GroupClient, Refused
+from ft.rpc.clients import GroupClient, SettingsRefused
 from ft.rpc.codec import HAS_LEFT
 from ft.rpc.driver import Observer
 from ft.seam import (
@@ -382,7 +382,7 @@ class Manager:
 
     @property
     def last_waiting_for_others_s(self) -> float:
-        return self.client.message_at_s
+        return self.client.last_waiting_for_others_s
 
     def leave(self) -> None:
         self._leaves = True
@@ -574,7 +574,7 @@ class Manager:
         )
         try:
             event = self.client.ask_quorum(call, self.quorum_s, self._config.times.heartbeat_timeout_s)
-        except Refused as error:
+        except SettingsRefused as error:
             raise BadInput(f"group {self._config.name} cannot take part: {error}") from None
         if isinstance(event, m.Released):
             raise GroupReleased(has_state=not self.machine.void)

@@ -18,7 +18,7 @@ from ft.rpc.access import Access, Endpoint
 from ft.rpc.clients import GroupServerProcess, is_torchft_lighthouse
 from ft.rpc.group_server import Settings
 
-START_S = 60.0  # time for rank 0 to start the server
+OTHERS_WAIT_S = 60.0  # wait of the other ranks for the server, beyond contact_s; above clients.START_S
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class ReplicaGroupConfig:
     # must have the same value.
     restart_count: int = 0
     max_active_groups: int | None = None  # most groups that are assigned slots; None: no limit
-    retries: int | None = None  # failed lighthouse calls that are repeated; None or -1: no limit
+    quorum_retries: int | None = None  # failed lighthouse calls that are repeated; None or -1: no limit
     every_step: bool = False  # request a quorum before each step; required by torchft's lighthouse
     port: int = 0  # port of the group server; 0: any free one
     contact_s: float = 60.0  # longest wait for a lighthouse that does not answer
@@ -76,7 +76,7 @@ def join(config: ReplicaGroupConfig, store: Store | None) -> Membership:
             PrefixStore(key, store).set("group", json.dumps({"replica_id": made.replica_id, "address": made.address}))
         return made
     assert store is not None
-    limit_s, own = config.contact_s + START_S, PrefixStore(key, store)
+    limit_s, own = config.contact_s + OTHERS_WAIT_S, PrefixStore(key, store)
     try:
         own.wait(["group"], timedelta(seconds=limit_s))
         return Membership(**json.loads(own.get("group")))
@@ -101,7 +101,7 @@ def _start(config: ReplicaGroupConfig) -> Membership:
         port=config.port,
         access=config.access,
         times=config.times,
-        retries=config.retries,
+        quorum_retries=config.quorum_retries,
         max_active_groups=config.max_active_groups,
     )
     server = GroupServerProcess(settings)

@@ -54,9 +54,9 @@ class TorchftGroup:
         metadata: Callable[[int], str],
         spawn: Callable[[Any], object],
     ) -> None:
-        self.config, self._kill, self._metadata_of, self._spawn = config, kill, metadata, spawn
-        self._lighthouse, self._credentials = channel(lighthouse, access, aio=True), access.metadata()
-        self._metadata: dict[int, str] = {}
+        self.config, self._kill, self._heal_address_of, self._spawn = config, kill, metadata, spawn
+        self._lighthouse, self._metadata = channel(lighthouse, access, aio=True), access.metadata()
+        self._heal_addresses: dict[int, str] = {}  # by rank
         # By joint call (None: a quorum request; a number: the votes on that step) and rank. A rank that stops waiting before all have
         # called was never in the joint call; if a rank calls twice, its newest call that still waits counts.
         self._pending = PendingCalls(lambda key: None)
@@ -72,7 +72,7 @@ class TorchftGroup:
         left_s = context.time_remaining()
         if left_s is None:
             raise ValueError("missing timeout")
-        self._metadata[self._rank(request.group_rank)] = request.checkpoint_metadata
+        self._heal_addresses[self._rank(request.group_rank)] = request.checkpoint_metadata
         return await self._join(
             None, request, context, lambda waiting: self._spawn(self._ask(waiting, step=request.step, left_s=left_s))
         )
@@ -145,11 +145,11 @@ class TorchftGroup:
 
     async def _ask_lighthouse(self, member: m.Member, left_s: float) -> m.Quorum:
         """Requests a quorum; retries (-1: no limit; None: 0, as in torchft) are spread over the ranks' timeout, and never beyond it."""
-        retries, loop = self.config.retries or 0, asyncio.get_running_loop()
+        retries, loop = self.config.quorum_retries or 0, asyncio.get_running_loop()
         pause_s, end_s = max(RETRY_S, left_s / (retries + 1) if retries > 0 else 0.0), loop.time() + left_s
         while True:
             try:
-                return await ask_quorum(self._lighthouse, self._credentials, member, end_s - loop.time())
+                return await ask_quorum(self._lighthouse, self._metadata, member, end_s - loop.time())
             except grpc.RpcError:
                 if retries == 0 or loop.time() + pause_s >= end_s:
                     raise
@@ -158,7 +158,7 @@ class TorchftGroup:
 
     async def _on_metadata(self, data: bytes, context: Any) -> bytes:
         rank = codec.parse(torchft_pb2.CheckpointMetadataRequest, data).rank
-        found = self._metadata[rank] if rank in self._metadata else self._metadata_of(rank)
+        found = self._heal_addresses[rank] if rank in self._heal_addresses else self._heal_address_of(rank)
         return torchft_pb2.CheckpointMetadataResponse(checkpoint_metadata=found).SerializeToString()
 
     async def _on_kill(self, data: bytes, context: Any) -> bytes:

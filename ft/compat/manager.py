@@ -151,7 +151,7 @@ class Manager:
             contact_s=contact_s,
             every_step=every_step,
             max_active_groups=min_replica_size if world_size_mode is WorldSizeMode.FIXED_WITH_SPARES else None,
-            retries=environment.quorum_retries if quorum_retries is None else quorum_retries,
+            quorum_retries=environment.quorum_retries if quorum_retries is None else quorum_retries,
             port=next((given for given in (environment.manager_port, port) if given is not None), 0),
         )
         transport: Transport | None = None

@@ -29,11 +29,11 @@ from ft.healing.http_server import MAX_HEAD_BYTES, HealServer, after
 from ft.healing.transport import (
     VALIDITY_TOKEN_BYTES,
     HealConfig,
+    HealEndpoint,
     HealFailed,
     OnBytes,
     Sources,
     StateOffer,
-    StateSource,
     Transport,
 )
 from ft.rpc.access import Access, Endpoint
@@ -75,7 +75,7 @@ class HttpTransport(Transport):
             self._fetched, self.logged = path, {}
         return HttpFetch(self, sources, into, path, progress)
 
-    def _notify_done(self, source: StateSource, quorum_id: int, step: int) -> None:
+    def _notify_done(self, source: HealEndpoint, quorum_id: int, step: int) -> None:
         connection = SourceConnection(self, source, f"/heal/{quorum_id}/{step}")
         with contextlib.suppress(SourceFailed, OSError, ValueError), contextlib.closing(connection):
             connection.connect(self.done_s)
@@ -98,7 +98,7 @@ class SourceGone(SourceFailed):
 class SourceConnection:
     """A joiner's connection to a source, for one thread, except for `hang_up`. `backwards`: take stripes from the back of the state."""
 
-    def __init__(self, transport: HttpTransport, source: StateSource, path: str, backwards: bool = False) -> None:
+    def __init__(self, transport: HttpTransport, source: HealEndpoint, path: str, backwards: bool = False) -> None:
         self.source, self.backwards, self._transport, self._path = source, backwards, transport, path
         self._sock: socket.socket | None = None
         self._validity_token = b""
@@ -207,9 +207,9 @@ class HttpFetch:
         self._open: set[int] = set()  # chunks that are neither received nor requested
         self._requested: set[int] = set()  # chunks of the current stripes
         self._touched = False
-        self._chosen: StateSource | None = None
+        self._chosen: HealEndpoint | None = None
         self._equal = len(sources) == 1  # the digests of all sources are known to be equal
-        self._digests: dict[StateSource, bytes] = {}
+        self._digests: dict[HealEndpoint, bytes] = {}
         self._verified_bytes = 0
         self._ended = 0  # number of streams that have ended
         self._stopped = ""
@@ -316,7 +316,7 @@ class HttpFetch:
                 raise SourceFailed("its header differs from the first source's")
             return self._body
 
-    def _compare(self, source: StateSource, digests: bytes) -> None:
+    def _compare(self, source: HealEndpoint, digests: bytes) -> None:
         """Records the digests of a source. When those of both are known and equal, both are used."""
         with self._lock:
             assert self._body is not None

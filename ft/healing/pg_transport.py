@@ -29,11 +29,11 @@ from ft.healing.format import CHUNK_BYTES, DIGEST_BYTES, MAX_HEADER_BYTES, Forma
 from ft.healing.transport import (
     VALIDITY_TOKEN_BYTES,
     HealConfig,
+    HealEndpoint,
     HealFailed,
     OnBytes,
     Sources,
     StateOffer,
-    StateSource,
     Transport,
     Withdrawn,
 )
@@ -48,7 +48,7 @@ FLIGHT = 8  # most messages between two checks for a fence
 MAX_REQUESTS = 3  # requests for damaged chunks
 MAX_AGAIN = 64  # damaged chunks in one request; with more the fetch fails
 STORE_S = 5.0  # timeout of a call of a store
-REQUEST_S = timedelta(days=1)  # longest wait for a request of a joiner, whose heal has ended long before
+REQUEST_LIMIT = timedelta(days=1)  # longest wait for a request of a joiner, whose heal has ended long before
 FETCH, DONE = "fetch", "done"  # what a joiner requests
 log = logging.getLogger("pharos.healing")
 
@@ -79,7 +79,7 @@ class PgTransport(Transport):
         prefixes = [_prefix(one.heal_address, one.replica_id, self.replica_id, quorum_id, step) for one in sources]
         return PgFetch(self, sources, prefixes, into, progress)
 
-    def _notify_done(self, source: StateSource, quorum_id: int, step: int) -> None:
+    def _notify_done(self, source: HealEndpoint, quorum_id: int, step: int) -> None:
         prefix = _prefix(source.heal_address, source.replica_id, self.replica_id, quorum_id, step)
         with contextlib.suppress(OSError, ValueError), contextlib.closing(StoreClient(prefix, self.done_s)) as store:
             _request(store, DONE)
@@ -267,7 +267,7 @@ class _Sender:
             offer.add_joiner(self._name)
             self._store.connect()
             while True:
-                self._store.wait([f"request/{number + 1}"], REQUEST_S)
+                self._store.wait([f"request/{number + 1}"], REQUEST_LIMIT)
                 number = self._store.add("requests", 0)  # the newest: the joiner has given up those before
                 if self._store.get(f"request/{number}") == DONE.encode() or self._serve(number):
                     break

@@ -80,14 +80,14 @@ class HealConfig:
 
 
 @dataclass(frozen=True)
-class StateSource:
-    """A rank that has the state. `heal_address`: that of its transport (checkpoint_metadata)."""
+class HealEndpoint:
+    """A rank that has the state, of one of the groups in QuorumResult.sources. `heal_address`: its Transport.address."""
 
     replica_id: str
     heal_address: str
 
 
-Sources = Sequence[StateSource]
+Sources = Sequence[HealEndpoint]
 OnBytes = Callable[[int, int], None] | None  # called with (verified bytes, total bytes) from the transport's threads
 
 
@@ -101,7 +101,7 @@ class Fetch(Protocol):
 class Transport(ABC):
     """Transport of one rank. `offer`, `fence` and `withdraw` are for the thread that commits; `fetch` blocks the thread that calls it."""
 
-    address: str  # for joiners (checkpoint_metadata)
+    address: str  # for joiners: the healing address (torchft: checkpoint_metadata)
     done_s = 1.0  # timeout of telling the sources that this joiner needs nothing more
 
     def __init__(self, replica_id: str, config: HealConfig | None = None) -> None:
@@ -148,7 +148,7 @@ class Transport(ABC):
             thread.join(max(0.0, until_s - time.monotonic()))
 
     @abstractmethod
-    def _notify_done(self, source: StateSource, quorum_id: int, step: int) -> None:
+    def _notify_done(self, source: HealEndpoint, quorum_id: int, step: int) -> None:
         """Tells one source, in a thread. Never raises."""
 
     def stop(self, reason: str) -> None:

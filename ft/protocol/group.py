@@ -38,7 +38,7 @@ class GroupConfig:
     times: m.Timeouts = field(default_factory=m.Timeouts)
     # Retries of a failed request to the lighthouse; -1: as long as a rank waits; None: the default, which is -1 here, and in
     # TorchftGroup (compat/group.py) 0, as in torchft.
-    retries: int | None = None
+    quorum_retries: int | None = None
     retry_s: float = 1.0
     max_active_groups: int | None = None  # most groups that are assigned slots, the others are spares; None: all
 
@@ -119,7 +119,7 @@ class GroupMachine:
                 self._refused("ALREADY_EXISTS" if code == "ALREADY_EXISTS" else "INVALID_ARGUMENT", reason)
             case m.LighthouseFailed(why) if self._calling:
                 self._tries += 1
-                if self.config.retries in (None, -1) or self._tries <= self.config.retries:
+                if self.config.quorum_retries in (None, -1) or self._tries <= self.config.quorum_retries:
                     self.reason = f"the lighthouse did not answer ({why}); try {self._tries + 1}"
                     self._out.append(m.CallLighthouse(self._calling, self.config.retry_s))
                 else:

@@ -582,7 +582,7 @@ class Source:
     """A group to heal from: its rank with the joiner's group_rank has the same shards."""
 
     replica_rank: int
-    address: str
+    address: str  # of its group server, which knows the healing addresses of its ranks (RankCall.checkpoint_metadata)
 
 
 class QuorumResult(Event):

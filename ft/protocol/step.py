@@ -70,7 +70,7 @@ from ft.protocol.messages import (
 )
 
 MAX_UNABLE = 3  # steps in which a slot may be UNABLE before the job stops or, with skip_unable, skips it for good
-MAX_ATTEMPTS = 3  # attempts of a step in which a group could not contribute, before the job stops
+MAX_UNABLE_ATTEMPTS = 3  # attempts of a step in which a group could not contribute, before the job stops
 
 
 @dataclass(frozen=True)
@@ -346,7 +346,7 @@ class StepMachine:
         self._call_number = 0
         self._collective_step = 0  # step of the group's collectives: `step`, or a later one while steps are held
         self._attempt = 0
-        self._retries = 0  # retries in a row
+        self._unable_attempts = 0  # attempts in a row in which a group could not contribute
         self._failures_in_a_row = 0  # of attempts
         self._tail_slots = 0  # number of slots in the tail of this step
         self._slots: tuple[int, ...] = ()  # this group's slots in this attempt
@@ -490,7 +490,7 @@ class StepMachine:
         self._tail_slots = quorum.assigned or self.ledger.slot_count(len(quorum.participants))
         self._due = self._generation_failed = False
         self.abort_reason, self._wants_change, self._attempt_failure = "", "", None
-        self._retries, self._assignment_dropped, self._healed_in_generation = 0, False, False
+        self._unable_attempts, self._assignment_dropped, self._healed_in_generation = 0, False, False
         self._heal_uncommitted, self._offering = quorum.heal, bool(quorum.recover_dst_replica_ranks)
         if quorum.heal:  # the others continue from a different state
             self.void = True
@@ -703,9 +703,9 @@ class StepMachine:
 
     def _try_again(self) -> None:
         """Repeats the attempt on the same generation; recomputes gradients that cannot be sent twice. An unable group marks its slots."""
-        self._attempt, self._retries, self.tail = self._attempt + 1, self._retries + 1, None
-        if self._retries >= MAX_ATTEMPTS:
-            self._stop_for_slots(f"a group could not contribute, in {self._retries} attempts in a row")
+        self._attempt, self._unable_attempts, self.tail = self._attempt + 1, self._unable_attempts + 1, None
+        if self._unable_attempts >= MAX_UNABLE_ATTEMPTS:
+            self._stop_for_slots(f"a group could not contribute, in {self._unable_attempts} attempts in a row")
             return
         self.phase, self.contribution.reported_unable = Phase.COMPUTING, True
         self.reason = f"attempt {self._attempt} on the same generation"
@@ -753,7 +753,7 @@ class StepMachine:
             )
         )
         self.contribution = LocalContribution()
-        self._retries = 0
+        self._unable_attempts = 0
         self.reason = f"step {self.step % STEPS_PER_BRANCH} is committed"
         if not self._due:
             self._tail_slots = len(self.ledger.assign(quorum.participants))

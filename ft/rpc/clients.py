@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).resolve().parents[2]
 START_S = 30.0  # timeout of the server's launch
-CONTACT_S, AGAIN_S = 5.0, 1.0  # timeout of one try of the first contact; pause before the next
+CONTACT_TRY_S, AGAIN_S = 5.0, 1.0  # timeout of one try of the first contact; pause before the next
 MAX_LINES = 64  # lines for the dashboard that may be queued for the stream
 ASK_S = 30.0  # timeout of one try of a quorum request
 VOTE_S, VOTE_TRIES = 30.0, 10  # timeout of one try of a vote; tries without a sign that the group waits for others
@@ -48,11 +48,11 @@ log = logging.getLogger("pharos.group")
 _TIMED_OUT = (grpc.StatusCode.CANCELLED, grpc.StatusCode.DEADLINE_EXCEEDED)
 
 
-class Refused(RuntimeError):
+class SettingsRefused(RuntimeError):
     """The user must correct a setting: a repeated call would get the same answer."""
 
 
-class NameTaken(Refused):
+class NameTaken(SettingsRefused):
     """A different group has this name; it may be about to end."""
 
 
@@ -108,8 +108,8 @@ class GroupServerProcess:
 
 
 class GroupClient:
-    """A rank's connection to its group's server, at "http://host:port". Thread-safe. `message_at_s`: time.monotonic() of the newest message
-    that the whole group waits for other groups, or answer of a quorum request. `gone`: set when the server or the group has ended."""
+    """A rank's connection to its group's server, at "http://host:port". Thread-safe. `last_waiting_for_others_s`: Seam's, the time of the
+    newest message that the whole group waits for others, or answer of a quorum request. `gone`: set when the server or group has ended."""
 
     def __init__(self, address: str, group_rank: int, access: Access | None = None) -> None:
         self.group_rank, self._access = group_rank, access or Access()
@@ -119,18 +119,19 @@ class GroupClient:
         self._more = threading.Condition()
         self._thread: threading.Thread | None = None
         self._closed = False
-        self.message_at_s, self.gone = -math.inf, threading.Event()
+        self.last_waiting_for_others_s, self.gone = -math.inf, threading.Event()
         self._waited_s, self._log_at_s = 0.0, LOG_AFTER_S  # newest reported wait; the wait that is logged next
 
     def ask_quorum(self, call: m.RankCall, within_s: float | None, name_free_s: float) -> m.Event | None:
         """Requests a quorum, and repeats the request until it is answered. Returns the answer: QuorumFailed after `within_s` (None: no
-        limit); None if the server is gone, and the stream has the reason. NameTaken is retried for `name_free_s`. Raises Refused."""
+        limit); None if the server is gone, and the stream has the reason. NameTaken is retried for `name_free_s`. Raises
+        SettingsRefused."""
         asked_s = time.monotonic()
         while True:
             left_s = math.inf if within_s is None else asked_s + within_s - time.monotonic()
             try:
                 answer = self.quorum(call, max(0.01, min(left_s, ASK_S)))
-                self.message_at_s = time.monotonic()  # the request of all the group's ranks was answered
+                self.last_waiting_for_others_s = time.monotonic()  # the request of all the group's ranks was answered
                 return answer
             except TimeoutError as error:
                 waited_s = time.monotonic() - asked_s
@@ -138,7 +139,7 @@ class GroupClient:
                     return m.QuorumFailed(f"none within {waited_s:g} s: {error}")
                 if not self._waits_for_others:
                     log.info("no quorum for %.0f s: other ranks of this group have not requested one", waited_s)
-            except Refused as error:
+            except SettingsRefused as error:
                 # the group that has the name may be about to end
                 if not isinstance(error, NameTaken) or time.monotonic() - asked_s >= name_free_s:
                     raise
@@ -170,7 +171,7 @@ class GroupClient:
 
     @property
     def _waits_for_others(self) -> bool:
-        return time.monotonic() - self.message_at_s <= MESSAGE_S
+        return time.monotonic() - self.last_waiting_for_others_s <= MESSAGE_S
 
     def quorum(self, call: m.RankCall, timeout_s: float) -> m.QuorumResult | m.RestoreRequired | m.Released:
         """Requests a quorum once: waits for the requests of all ranks and for the lighthouse. Raises TimeoutError, RuntimeError."""
@@ -281,7 +282,7 @@ class GroupClient:
 
     def on_waits(self, waits: m.Waits) -> None:
         """Records that the group waits for others, as its server reports each second. Rank 0 logs it every LOG_EVERY_S."""
-        self.message_at_s = time.monotonic()
+        self.last_waiting_for_others_s = time.monotonic()
         if waits.waited_s < self._waited_s:
             self._log_at_s = LOG_AFTER_S
         self._waited_s = waits.waited_s
@@ -302,7 +303,7 @@ def is_torchft_lighthouse(lighthouse: str, access: Access, patience_s: float = 6
         call = connection.unary_unary("/pharos.Lighthouse/Quorum")
         while True:
             try:  # a request without a member is refused, and changes nothing
-                call(b"", timeout=CONTACT_S, metadata=access.metadata())
+                call(b"", timeout=CONTACT_TRY_S, metadata=access.metadata())
                 return False
             except grpc.RpcError as error:
                 code, why = error.code(), error.details()
@@ -321,7 +322,7 @@ def is_torchft_lighthouse(lighthouse: str, access: Access, patience_s: float = 6
 
 
 def answer_of(call: Any, request: Any, timeout_s: float, metadata: Any) -> bytes:
-    """Makes a call and returns its answer. Raises TimeoutError, Refused, NameTaken, Stale, RuntimeError."""
+    """Makes a call and returns its answer. Raises TimeoutError, SettingsRefused, NameTaken, Stale, RuntimeError."""
     data = request.SerializeToString()
     try:
         return bytes(call(data, timeout=timeout_s, metadata=metadata))
@@ -331,11 +332,11 @@ def answer_of(call: Any, request: Any, timeout_s: float, metadata: Any) -> bytes
         kind, why = _KINDS.get(error.code(), RuntimeError), str(error.details())
         if error.code() in _TIMED_OUT:
             raise TimeoutError(why) from None
-        raise kind(why if issubclass(kind, Refused) else f"{error.code().name}: {why}") from None
+        raise kind(why if issubclass(kind, SettingsRefused) else f"{error.code().name}: {why}") from None
 
 
 _KINDS: dict[grpc.StatusCode, type[RuntimeError]] = {
     grpc.StatusCode.ABORTED: Stale,
-    grpc.StatusCode.INVALID_ARGUMENT: Refused,
+    grpc.StatusCode.INVALID_ARGUMENT: SettingsRefused,
     grpc.StatusCode.ALREADY_EXISTS: NameTaken,
 }

@@ -50,18 +50,18 @@ def parse(message_type: type[P], data: bytes) -> P:
 
 def to_message(value: Any) -> Any:
     """Returns a dataclass as a message. Raises ValueError for a value that it cannot contain: an integer above 64 bits, a surrogate."""
-    converter = _converter(type(value))
+    converter = _converter_of(type(value))
     return converter.fill(converter.message_type(), value)
 
 
 def from_message(value_type: type[T], message: Message) -> T:
     """Returns the dataclass of a message. Raises ValueError."""
-    return _converter(value_type).decode(message)
+    return _converter_of(value_type).decode(message)
 
 
 def from_bytes(value_type: type[T], data: bytes) -> T:
     """Parses a message and returns its dataclass. Raises ValueError."""
-    converter = _converter(value_type)
+    converter = _converter_of(value_type)
     return converter.decode(parse(converter.message_type, data))
 
 
@@ -122,7 +122,7 @@ class _Converter:
         return value
 
 
-_converter: Callable[[Any], _Converter] = cache(_Converter)
+_converter_of: Callable[[Any], _Converter] = cache(_Converter)
 
 
 def _make(value_type: type[T], *values: Any) -> T:
@@ -144,7 +144,7 @@ def _field_pair(name: str, hint: Any) -> tuple[Callable[[Any, Any], object] | No
             lambda field: tuple([(_check_text(name, x.what), _check_text(name, x.digest)) for x in field]),
         )
     if is_dataclass(hint) or (args and is_dataclass(args[0])):
-        inner = _converter(args[0] if args else hint)
+        inner = _converter_of(args[0] if args else hint)
         if not args:
             return inner.fill, inner.decode
         return (

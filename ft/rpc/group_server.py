@@ -57,7 +57,7 @@ class Settings:
     wire: Literal["pharos", "torchft"] = "pharos"  # protocol of the lighthouse
     access: Access = field(default_factory=Access)
     times: m.Timeouts = field(default_factory=m.Timeouts)
-    retries: int | None = None
+    quorum_retries: int | None = None
     max_active_groups: int | None = None
     parent: int = 0  # process ID (pid) of rank 0; 0: do not end with it
 
@@ -458,7 +458,9 @@ async def run(settings: Settings, parent: asyncio.Future[None], say: Callable[[s
     server = Server(replace(access, tls=None), routes, [at], what="its address")
     address = f"http://{Endpoint(host, server.port)}"
     identity = settings.replica_id, settings.world_size, address, settings.store_address
-    config = GroupConfig(*identity, settings.times, settings.retries, max_active_groups=settings.max_active_groups)
+    config = GroupConfig(
+        *identity, settings.times, settings.quorum_retries, max_active_groups=settings.max_active_groups
+    )
     connection_class = PharosConnection if settings.wire == "pharos" else TorchftConnection
     service = GroupService(config, settings.lighthouse, access, end, connection_class)
     torchft = TorchftGroup(

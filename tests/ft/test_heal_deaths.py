@@ -263,7 +263,7 @@ def test_a_heal_that_failed_for_good_is_told_to_its_sources(mismatch: bool, gone
         on_event=ended.put,
         on_cannot_heal=said.append,
     )
-    healer.find = lambda address: address  # type: ignore[method-assign]
+    healer.heal_address_of = lambda address: address  # type: ignore[method-assign]
     sources = (m.Source(0, "http://127.0.0.1:2"),)
     with closing(healer):
         healer.fetch(part("b:1", 1, heal=True, sources=sources))

@@ -11,7 +11,7 @@ import torch
 
 from ft.healing.format import CHUNK_BYTES
 from ft.healing.pg_transport import PgTransport
-from ft.healing.transport import Fenced, StateSource
+from ft.healing.transport import Fenced, HealEndpoint
 from tests.gpu.devices import one_device, spin
 from tests.healing.http_world import World, heal
 from tests.healing.states import Group, equal
@@ -79,7 +79,7 @@ def test_what_was_queued_before_the_offer_is_in_it_and_what_computes_after_it_ho
         source = world.source(group)
         view = joiner.view()
         spun = spin(30.0)  # the forward of the step that the source goes on with
-        received = world.transport("j").fetch([StateSource("a", source.address)], view, quorum_id=3, step=7)
+        received = world.transport("j").fetch([HealEndpoint("a", source.address)], view, quorum_id=3, step=7)
         assert not spun.query(), "healing waited for the stream that computes"
         joiner.state.load(received)
         with torch.cuda.stream(torch.cuda.Stream()):

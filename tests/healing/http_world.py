@@ -9,7 +9,7 @@ from contextlib import ExitStack
 from typing import Any
 
 from ft.healing.http_transport import HttpTransport
-from ft.healing.transport import HealConfig, StateSource
+from ft.healing.transport import HealConfig, HealEndpoint
 from ft.rpc.access import Access
 from tests.healing.proxy import Proxy, Spoil
 from tests.healing.states import Group
@@ -61,7 +61,7 @@ def heal(
     joiner: HttpTransport, group: Group, *sources: Any, quorum_id: int = 3, step: int = 7, progress: Any = None
 ) -> None:
     """As a joiner does it: fetch, then load."""
-    named = [StateSource(f"source-{i}", source.address) for i, source in enumerate(sources)]
+    named = [HealEndpoint(f"source-{i}", source.address) for i, source in enumerate(sources)]
     group.state.load(joiner.fetch(named, group.view(), quorum_id=quorum_id, step=step, progress=progress))
 
 

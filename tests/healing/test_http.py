@@ -21,7 +21,7 @@ from ft.healing.capture import StateRegistry
 from ft.healing.format import CHUNK_BYTES
 from ft.healing.http_server import MAX_CONNECTIONS, HealServer
 from ft.healing.http_transport import HttpFetch, HttpTransport
-from ft.healing.transport import MAX_JOINERS, Fenced, HealConfig, HealFailed, StateOffer, StateSource, TooManyJoiners
+from ft.healing.transport import MAX_JOINERS, Fenced, HealConfig, HealEndpoint, HealFailed, StateOffer, TooManyJoiners
 from ft.rpc.access import Access
 from tests.healing.http_world import MIB, QUICK, TOKEN, World, commit, heal
 from tests.healing.proxy import as_it_is, cut, flip, hold
@@ -207,7 +207,7 @@ def test_who_will_never_read_keeps_no_commit_waiting(world: World, sources: int)
     config = HealConfig(heal_copy_bytes=0, heal_grace_s=600.0)
     offered = [world.source(large(1, chunks=4), name=f"s{i}", config=config) for i in range(sources)]
     transport, joiner = world.transport("j"), large(2, chunks=3)
-    named = [StateSource(f"s{i}", one.address) for i, one in enumerate(offered)]
+    named = [HealEndpoint(f"s{i}", one.address) for i, one in enumerate(offered)]
     with pytest.raises(HealFailed) as failed:
         transport.fetch(named, joiner.view(), quorum_id=3, step=7)
     assert failed.value.layout_mismatch

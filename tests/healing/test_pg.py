@@ -14,7 +14,7 @@ from torch.distributed import TCPStore
 
 from ft.healing.format import CHUNK_BYTES
 from ft.healing.pg_transport import PgTransport
-from ft.healing.transport import Fenced, HealConfig, HealFailed, StateSource
+from ft.healing.transport import Fenced, HealConfig, HealEndpoint, HealFailed
 from tests.healing.states import Group, equal, large
 from tests.multiproc.pool import Pool
 
@@ -114,7 +114,7 @@ def pair(
 
 def heal(source: PgTransport, transport: PgTransport, joiner: Group, **asked: int) -> None:
     given = {"quorum_id": 3, "step": 7} | asked
-    joiner.state.load(transport.fetch([StateSource("a", source.address)], joiner.view(), **given))
+    joiner.state.load(transport.fetch([HealEndpoint("a", source.address)], joiner.view(), **given))
 
 
 def flip(*tags: int, always: bool = False) -> Callable[[int, torch.Tensor], None]:
@@ -173,7 +173,7 @@ def test_two_sources_and_one_is_enough(gone: bool):
         source.offer(group.view(), quorum_id=3, step=7, joiners=["j"])
     if gone:
         sources[0].close()
-    named = [StateSource(name, source.address) for name, source in zip("ab", sources, strict=True)]
+    named = [HealEndpoint(name, source.address) for name, source in zip("ab", sources, strict=True)]
     joiner.state.load(transport.fetch(named, joiner.view(), quorum_id=3, step=7))
     assert equal(joiner.loaded, group.values)
     assert [source.fence() for source in sources] == [Fenced.FREE] * 2
@@ -187,7 +187,7 @@ def test_both_sides_were_lost_and_returned():
         PgTransport(lambda: QueueGroup(wires, patience_s=0.5), "127.0.0.1", name) for name in ("a:4f", "j:7c")
     )
     source.offer(group.view(), quorum_id=3, step=7, joiners=["j:7c.1"])
-    named = [StateSource("a:4f.2", source.address)]
+    named = [HealEndpoint("a:4f.2", source.address)]
     joiner.state.load(transport.fetch(named, joiner.view(), quorum_id=3, step=7))
     assert equal(joiner.loaded, group.values) and source.fence() is Fenced.FREE
 
@@ -207,7 +207,7 @@ def test_requests_of_an_older_quorum_are_swept():
 
 def test_a_source_of_another_transport():
     _, transport = pair(large(1, chunks=2))
-    named = [StateSource("a", "http://127.0.0.1:1/")]
+    named = [HealEndpoint("a", "http://127.0.0.1:1/")]
     with pytest.raises(HealFailed, match="must be host:port/prefix") as failed:
         transport.fetch(named, large(2, chunks=2).view(), quorum_id=3, step=7)
     assert not failed.value.touched and not failed.value.layout_mismatch
@@ -227,7 +227,7 @@ def test_another_shape_is_refused():
     with pytest.raises(HealFailed, match="model/weights: the source has") as failed:
         heal(source, transport, large(2, chunks=3))
     assert not failed.value.touched and failed.value.layout_mismatch
-    transport.notify_done([StateSource("a", source.address)], quorum_id=3, step=7)
+    transport.notify_done([HealEndpoint("a", source.address)], quorum_id=3, step=7)
     assert source.fence() is Fenced.FREE
 
 
@@ -316,7 +316,7 @@ def over_gloo(leaves: bool) -> Any:
             dist.barrier()
             return transport.fence().name
         try:
-            values = transport.fetch([StateSource("a", *address)], joiner.view(), quorum_id=3, step=7, progress=meet)
+            values = transport.fetch([HealEndpoint("a", *address)], joiner.view(), quorum_id=3, step=7, progress=meet)
             return equal(values, source.values)
         except HealFailed as failed:
             return failed.touched, str(failed)[:3]

@@ -117,7 +117,7 @@ class GroupServer:
     """The whole server of a group, but in a thread; a word that ends it is followed by a new start."""
 
     def __init__(self, lighthouse: str, **settings: Any) -> None:
-        self._settings = Settings("f:1", 2, lighthouse, retries=0, **settings)
+        self._settings = Settings("f:1", 2, lighthouse, quorum_retries=0, **settings)
         self._starts()
 
     def _starts(self) -> None:

@@ -185,7 +185,7 @@ def test_a_rank_that_dies_takes_its_group_along(team: Callable[..., Team]):
 def test_a_lighthouse_that_is_gone_is_told_to_the_ranks_at_once(
     team: Callable[..., Team], lighthouse: LighthouseServer
 ):
-    a = team("a", retries=0)
+    a = team("a", quorum_retries=0)
     lighthouse.shutdown()
     with pytest.raises(RuntimeError, match="UNAVAILABLE: the lighthouse did not answer in 1 tries"):
         quorum(a)

@@ -197,7 +197,9 @@ def one_group(whose: str, request: pytest.FixtureRequest, retries: int = 0) -> I
             peer: Peer = request.getfixturevalue("peer")
             address = stack.enter_context(peer.group("me", lighthouse.address, retries=retries))
         else:
-            ours = GroupServerProcess(Settings("me", 2, lighthouse.address, "me:1", wire="torchft", retries=retries))
+            ours = GroupServerProcess(
+                Settings("me", 2, lighthouse.address, "me:1", wire="torchft", quorum_retries=retries)
+            )
             stack.callback(ours.close)
             address = ours.address
         wire = Wire(address)
