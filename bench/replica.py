@@ -100,7 +100,7 @@ def ours(replica: Replica) -> None:
     config = ReplicaGroupConfig(str(replica.group), 0, 1, lighthouse, "127.0.0.1", Access(), Timeouts())
     settings = FaultTolerance(enable=True, process_group=kind, collective_s=60.0)  # type: ignore[arg-type]
     group: Any = make_process_group(settings, replica.device)
-    manager, sum_s, contributors = Manager(group, config, ManagerOptions()), 0.0, 0
+    manager, sum_s, contributors = Manager(group, config, ManagerOptions(init_sync=True)), 0.0, 0
     for name, state in replica.states.items():
         manager.register_state(name, state.state_dict, state.load_state_dict)
     manager.attach([replica.model])

@@ -131,8 +131,12 @@ class SemiSyncManager:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["_manager"], name)
 
+    def _round_of(self, until: int) -> int:
+        """Returns the number of rounds until optimizer step `until`, which is the end of one (configs/check.py)."""
+        return -(-until // self.inner_steps)
+
     def regroup(self, until: int) -> None:
-        self._manager.regroup(until // self.inner_steps)
+        self._manager.regroup(self._round_of(until))
 
     def attach(self, model_parts: Sequence[nn.Module]) -> None:
         """Registers the model; its present weights are the first outer weights. Raises ValueError for too many fragments."""
@@ -153,7 +157,7 @@ class SemiSyncManager:
 
     def begin_step(self, *, until: int | None = None) -> DataAssignment:
         """Returns slots that are batches, one for each of inner_steps optimizer steps."""
-        assignment = self._manager.begin_step(until=None if until is None else -(-until // self.inner_steps))
+        assignment = self._manager.begin_step(until=None if until is None else self._round_of(until))
         if self._resets or self._gradients.dropped:  # the window that was computed before does not count
             self.reset()
         self._round, self._done, self._window = assignment.step, 0, assignment.slots
