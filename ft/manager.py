@@ -1,7 +1,7 @@
-"""The Manager of a rank: carries out the effects of its step machine (protocol/step.py), which has the rules. Few are the Manager's own: a
-source announces a change as soon as its state is sent (`reduce`), the trainer may compute while the process group forms (`_effect_ahead`),
-and members that cannot be reached or have a different fingerprint are blamed (`_blame`). `ft.Manager` is torchft's interface over this
-class (compat/manager.py).
+"""The Manager of a rank: carries out the effects of its step machine (protocol/step.py), which has all rules but three, the Manager's own:
+a source announces a change as soon as its state is sent (`reduce`), the trainer may compute while the process group forms
+(`_effect_ahead`), and members that cannot be reached or have a different fingerprint are blamed (`_blame`). `ft.Manager` is torchft's
+interface over this class (compat/manager.py).
 
     trainer ---begin_step, reduce, commit---> Manager ---events---> StepMachine ---effects---> Manager ---> Gradients     kept and reduced
                                                  ^                                               ---> ProcessGroup  other groups' ranks
@@ -98,7 +98,6 @@ class ManagerOptions(StepConfig):
     """Settings of a Manager and its machine; group_rank, every_step and heal_grace_s are taken from its ReplicaGroupConfig instead, and
     restores from its `restore`."""
 
-    init_sync: bool = True
     slot_size: int = 1  # sequences of a slot, the batch of one group
     inner_steps: int = 1  # optimizer steps from one commit to the next (semi_sync_manager.py)
     slots_per_step: int = 0  # slots of each step; 0: one for each participant
@@ -114,12 +113,14 @@ class ManagerOptions(StepConfig):
 class Manager:
     """The Seam (seam.py) of one rank of a job with several replica groups. A program written for torchft imports ft.Manager instead.
 
-    `process_group`: that of this rank and the same rank of the other replica groups; configured and closed here. `store`: the store of
-    this replica group, if it has several ranks. `restore`: loads the newest valid checkpoint, if any, and with it this Manager's state
-    (load_state_dict). `agreement`: decides on commits among the ranks of this group, if there are several; without it each rank votes on
-    each step at the group server. `phase_timer`, `record_event`: receive durations and events (telemetry.py). `observer`: receives every
-    event of the machine with its effects. `connect`: connects to the group server. `machine`, `client` and `closed` may be read from any
-    thread.
+    `process_group`: that of this rank and the same rank of the other replica groups; configured and closed here. `config`, `options`: of
+    the group and its Managers; equal in all ranks but for group_rank. `store`: the store of this replica group, if it has several ranks.
+    `transport`: of the state, by default that of options.heal_transport. `gradients`: by default made of `options`. `fingerprint`:
+    (name, digest) of what must be equal in all groups, such as settings; those of the gradients' layout are added. `restore`: loads the
+    newest valid checkpoint, if any, and with it this Manager's state (load_state_dict). `agreement`: decides on commits among the ranks of
+    this group, if there are several; without it each rank votes on each step at the group server. `phase_timer`, `record_event`: receive
+    durations and events (telemetry.py). `observer`: receives every event of the machine with its effects. `connect`: connects to the group
+    server. `machine`, `client` and `closed` may be read from any thread.
 
     Raises OSError (the group server does not start), ValueError (the access token, or a lighthouse of torchft without every_step),
     RuntimeError (several ranks without `store`)."""
@@ -407,7 +408,7 @@ class Manager:
         self._saved = saved
 
     def show_event(self, lane: str, text: str) -> None:
-        self.client.show_event(lane, max(0, self.step), text)
+        self.client.show_event(lane, self.step, text)
 
     def close(self) -> None:
         if self.closed.is_set():
@@ -703,10 +704,9 @@ class Manager:
         self._attempt_id = attempt
 
     def _launch_when_healed(self, effect: m.LaunchRemaining) -> m.Event | None:
-        """Launches the tail at once if it goes with gradients, belongs to an attempt that was begun, or repeats what a body has sent, to
-        which the user has not written since. Otherwise first waits for the heal, if one is open, and then leaves these zeros to the
-        trainer: a torchft program (ft/compat/manager.py) runs its body, and `reduce` launches them at its end. Without a state the attempt
-        fails."""
+        """Launches at once: gradients; zeros of an attempt that has begun; zeros or gradients that a body has sent in this step already, if
+        the user has not written to a tensor since. Else waits for an open heal, and leaves the zeros to the trainer: a torchft program
+        (ft/compat/manager.py) runs its body, at whose end `reduce` launches them. Without a state the attempt fails."""
         machine, attempt = self.machine, (effect.quorum_id, effect.attempt, effect.step)
         repeats = bool(machine.contribution.tokens) or (effect.quorum_id, effect.step) == self._zeros_sent
         if not effect.zeros or attempt == self._attempt_id or (repeats and self.gradients.can_repeat):

@@ -29,6 +29,8 @@ from ft.seam import Commit, DataAssignment, StepTotals
 
 
 class RecordingManager(Manager):
+    """A Manager that writes the record to `folder`. It overrides those private methods of Manager that carry out what is recorded."""
+
     def __init__(self, folder: Path, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
         folder.mkdir(parents=True, exist_ok=True)

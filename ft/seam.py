@@ -114,7 +114,8 @@ class Seam(Protocol):
 
     def reduce(self, tokens_per_slot: Sequence[float], loss_sum: float, able: bool) -> StepTotals:
         """Reduces this group's token counts and loss sum (already summed over its ranks) and its gradients over all groups. `able`:
-        False if this group cannot contribute, such as with a loss of NaN: it reduces zeros instead of its gradients."""
+        False if this group cannot contribute, such as with a loss of NaN: it reduces zeros instead of its gradients. Manager.reduce
+        has two more arguments, for its own `regroup` and for compat/manager.py."""
 
     def commit(self, totals: StepTotals) -> Commit | None:
         """Commits the step; .grad is then the sum over all groups. None: the step is not complete; call begin_step again.

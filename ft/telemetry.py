@@ -144,6 +144,7 @@ class ManagerTelemetry:
             self._show_event("commit", self._step() // self._inner_steps, f"a step failed: {reason}")
 
     def quorum(self, quorum: m.QuorumResult) -> None:
+        """Reports a quorum: its members, and which of them heal from which."""
         members, sources = quorum.members, [quorum.members[source.replica_rank] for source in quorum.sources]
         # spares, too; but only torchft's interface has spares, and its Manager is given no receiver of events
         healing = [name_of(member) for member in members if member not in quorum.participants]

@@ -180,6 +180,8 @@ def _app(service: LighthouseService, access: Access) -> tuple[web.Application, F
 
 
 class Orders:
+    """An operator's orders from the page, for groups: only where the job has a token, and BURST at once, then PER_S a second."""
+
     def __init__(
         self, service: LighthouseService, feed: Feed, *, has_token: bool, clock: Callable[[], float] = time.monotonic
     ) -> None:

@@ -73,6 +73,8 @@ class StateView:
 
 
 class StateRegistry:
+    """The state of one rank, in named parts: what a source offers, and a joiner receives."""
+
     def __init__(self) -> None:
         self._pairs: dict[str, tuple[Callable[[], Any], Callable[[Any], None]]] = {}
 

@@ -189,6 +189,9 @@ def parse_reply(head: bytes) -> tuple[int, int]:
 
 
 class HttpFetch:
+    """One fetch, from one source or two. `run` starts a thread for each connection, which verifies chunks and writes them to the tensors;
+    it returns when none of them may write any more. `stop`: from any thread."""
+
     make_thread: Callable[..., threading.Thread] = threading.Thread
 
     def __init__(

@@ -1,10 +1,10 @@
 """Interface of the transports by which a source (a rank with the state) sends it to a joiner (a rank that heals), and StateOffer, the
 source's side.
 
-    source:  offer(state.view(), ...)  at a step boundary, before the forward
-             fence()                       before the optimizer changes the state; without an offer it returns at once
-    joiner:  values = fetch(sources, state.view(), ...)     in a thread of its own, while zeros are launched
-             state.load(values)            when all ranks of the group have received everything
+    source:  offer(state.view(), ...)                     at a step boundary, before the forward
+             fence()                                      before the optimizer changes the state; without an offer it returns at once
+    joiner:  values = fetch(sources, state.view(), ...)   in a thread of its own, while zeros are launched
+             state.load(values)                           when all ranks of the group have received everything
 
 From the first byte until `fetch` returns, the joiner's tensors are a mixture: its state is void, and stays void if `fetch` raises.
 

@@ -1,4 +1,5 @@
-"""The store for the rendezvous of a process group: torch's TCPStore, with a client that only the store's host can delay.
+"""The store for the rendezvous of a process group: torch's TCPStore, with a client whose waits any thread can interrupt, and
+without look-ups of names.
 
 torch's server and client can fail whole generations. Both look up the name of each address that connects (for their log; with a PTR query
 even for loopback, as the address is an IPv6-mapped IPv4 one). The server does so in its only thread: if one DNS packet is lost, all members

@@ -31,6 +31,8 @@ _SEVERITY = {"yes": 0, "retry": 1, "failed": 2}  # the highest of the ranks' ver
 
 @dataclass(frozen=True)
 class GroupConfig:
+    """Identity and settings of a replica group, for its server."""
+
     replica_id: str
     world_size: int
     address: str = ""

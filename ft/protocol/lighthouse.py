@@ -34,6 +34,8 @@ LEAP = 1_000_000  # ids skipped after the state file was lost: more than can hav
 
 @dataclass(frozen=True)
 class LighthouseConfig:
+    """Settings of a lighthouse, from its flags (rpc/lighthouse_flags.py)."""
+
     min_replicas: int = 1  # fewest members of a quorum, healing ones included
     # time for which the oldest request of a previous member (of any group, if none has requested) waits for healthy groups that have not
     # requested a quorum

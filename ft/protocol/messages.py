@@ -290,7 +290,7 @@ class Beat(Event):
     """A heartbeat without a report. The service feeds one for torchft's members only, since Pharos members send Report."""
 
     replica_id: str
-    kind: Kind = "pharos"
+    kind: Kind = "torchft"
 
 
 class StreamOpened(Event):
@@ -481,7 +481,9 @@ class LighthouseRefused(Event):
 
 
 class LighthouseRequiresRestore(Event):
-    settled: int  # the lighthouse answered the request with MustRestore, which has this value
+    """The lighthouse answered the request with MustRestore. `settled`: its value."""
+
+    settled: int
 
 
 class BeatAnswered(Event):

@@ -3,9 +3,9 @@ roster and changes nothing; the other functions are pure. Replica groups that ca
 and lighthouse.py excludes one of each such pair from the quorum.
 
 Design choices:
-- The reference state is the most recent one that a member of the *previous* quorum holds: the newest issued one, before that which is
-  formed. A group that was not in it heals, even if its step is higher (its job was taken over). So the sequence of quorums alone defines
-  the history of the job.
+- The reference state is the most recent one that a member of the *previous* quorum holds, which is the newest that was issued. A group
+  that was not in it heals, even if its step is higher (its job was taken over). So the sequence of quorums alone defines the history of
+  the job.
 - The quorum must not go back below the highest *settled* step, which may be lower than the highest committed one: a group may have
   committed a step alone and then died; the others continue from the step before, which all of them hold.
 """
@@ -28,6 +28,8 @@ Refusal = tuple[RefusalCode, str] | None  # code and reason of a refusal; None: 
 
 @dataclass(slots=True)  # not frozen: one is made at each event, and frozen=True would take a fifth of the event's time
 class Decision:
+    """The result of `decide`: the members of the next quorum, or why there is none yet."""
+
     members: tuple[Member, ...] = ()  # of the next quorum; empty: no quorum yet
     reference: State = (0, 0, "")
     reason: str = ""

@@ -75,11 +75,13 @@ MAX_UNABLE_ATTEMPTS = 3  # attempts of a step in which a group could not contrib
 
 @dataclass(frozen=True)
 class StepConfig:
+    """Settings of a StepMachine, equal in all ranks of a group except for group_rank."""
+
     group_rank: int = 0
     keep_gradients: bool = True  # True: a failed attempt is repeated with the gradients that were computed for it
     every_step: bool = False  # True: a quorum before each step, as in torchft
     heal_backlog: int = 2  # most steps held while the state arrives
-    heal_grace_s: float = 30.0
+    heal_grace_s: float = 30.0  # longest AWAITING_STATE
     # True: a healing group launches its zeros only once the state has arrived (ft/compat/manager.py)
     zeros_wait: bool = False
     max_retries: int | None = None  # most failed attempts in a row; None: no limit
@@ -262,6 +264,8 @@ def _rewinds_in(state: dict[str, Any]) -> list[Rewound]:
 
 
 class Phase(Enum):
+    """Phases of a rank's step; the values are shown in logs and on the dashboard."""
+
     BOUNDARY = "between two steps"
     ASKING = "waits for a quorum"
     CONFIGURING = "builds the process group"
@@ -327,7 +331,7 @@ class StepMachine:
         self.phase, self.reason = Phase.BOUNDARY, "nothing has happened"
         # of the state that this rank has; step: see messages.STEPS_PER_BRANCH
         self.step, self.commit_id, self.commit_quorum_id = 0, "", 0
-        self.settled = 0
+        self.settled = 0  # newest step that is final (ReportSettled)
         self.void = config.restores  # True: it has no complete state, and is neither source nor contributor
         self.quorum: QuorumResult | None = None
         self._due = True  # True: the next step begins with a quorum
@@ -340,7 +344,7 @@ class StepMachine:
         self._early_notices: list[m.Notice] = []
         self._leaving = self._leave_announced = False
         self._leave_at_step: int | None = None  # step at whose commit this group leaves
-        self._restored: int | None = None
+        self._restored: int | None = None  # step of the checkpoint that was loaded, until the first commit
         # state_dict when the trainer began to go back to a checkpoint, and why, until a state is loaded
         self._pending_rewind: tuple[dict[str, Any], str] | None = None
         self._call_number = 0

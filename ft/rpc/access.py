@@ -136,6 +136,8 @@ def check_scheme(lighthouse: str, tls: Tls | None) -> None:
 
 @dataclass(frozen=True)
 class Endpoint:
+    """A host, as a name or an address, and a port."""
+
     host: str  # without brackets
     port: int
 
