@@ -1,4 +1,4 @@
-"""Entry point of training: reads the configuration, builds the run and its components, then trains until the last step or a stop request.
+"""Entry point of training: reads the configuration, builds the run, trains to its end or a stop request. Map: training/__init__.py.
 
     ./scripts/run_train.sh CONFIG [--section.key value ...]      installs what is missing, checks, launches, explains failures
     python train.py CONFIG [--section.key value ...]             one rank

@@ -5,10 +5,12 @@ from __future__ import annotations
 import ast
 import re
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
 import ft
+import training
 from configs.keys import walk
 from configs.load import section_types
 from configs.schema import RunConfig
@@ -89,14 +91,15 @@ def defined(body: list[ast.stmt]) -> dict[str, list[ast.stmt]]:
     return named | {target.id: [] for target in assigned if isinstance(target, ast.Name)}
 
 
-def test_the_map_of_ft_names_what_exists():
-    """ "file.py:Class.method", the paths within ft/."""
-    assert ft.__doc__
-    places = re.findall(r"([\w/]+\.py)(?::([\w.]+\w))?", ft.__doc__)
+@pytest.mark.parametrize(("package", "folder"), [(ft, ROOT / "ft"), (training, ROOT)], ids=["ft", "training"])
+def test_the_map_of_a_package_names_what_exists(package: ModuleType, folder: Path):
+    """ "file.py:Class.method", the paths within `folder`; at least two for each of its ten questions."""
+    assert package.__doc__
+    places = re.findall(r"([\w/]+\.py)(?::([\w.]+\w))?", package.__doc__.partition("?")[2])
     assert sum(bool(name) for _, name in places) >= 20
     for file, name in places:
-        assert (ROOT / "ft" / file).exists(), file
-        body = ast.parse((ROOT / "ft" / file).read_text()).body
+        assert (folder / file).exists(), file
+        body = ast.parse((folder / file).read_text()).body
         for part in name.split(".") if name else ():
             assert part in defined(body), f"{file}:{name}"
             body = defined(body)[part]
