@@ -350,11 +350,11 @@ class Run(Components):
 class SemiSyncRun(Run):
     """A run whose group makes optimizer steps by itself and synchronises with the others every inner_steps (ft/semi_sync_manager.py)."""
 
-    HEALED_WEIGHTS = ()  # the manager transfers the weights; the optimizer state is each group's own
+    HEALED_STATES = ()  # the manager transfers the weights; the optimizer state is each group's own
     manager: SemiSyncManager
     inner_update = Update(0.0, 0.0)  # of the last inner step; a healing group makes none
 
-    def weights(self) -> dict[str, Stateful]:
+    def model_states(self) -> dict[str, Stateful]:
         return dict(self.manager.checkpoint_state(ModelState(self.model.parts)))
 
     def compute_step(self, assignment: DataAssignment, batches: Iterator[Batch] | None = None) -> LocalStep:

@@ -59,8 +59,8 @@ TRACES = "comm_traces"  # the flight recorder's files, in the folder of the run 
 class Components:
     """Builds the components of one rank, in the order in which they depend on each other; train.Run is the loop over them."""
 
-    # the model's and the optimizer's entries among the healed states; `open_checkpoints` registers the others
-    HEALED_WEIGHTS: tuple[str, ...] = ("model", "optimizer")
+    # the entries of model and optimizer among the healed states; `open_checkpoints` registers the others
+    HEALED_STATES: tuple[str, ...] = ("model", "optimizer")
 
     def __init__(
         self,
@@ -209,14 +209,15 @@ class Components:
         """Returns the states that a checkpoint contains, by their names in it, which are part of its format:
 
         model, optimizer   weights and buffers; the optimizer's state and parameter groups
-        outer_optimizer    with a semi_sync_method: see SemiSyncManager.checkpoint_state
+        outer_optimizer    with a semi_sync_method: state of its outer optimizer, and
+        local_model        the writer's local weights, if they may differ: see SemiSyncManager.checkpoint_state
         ledger             step, commit ids, and the positions of the data that are trained on
         meter              number of tokens
         data, loader       digests of the data, by segments of positions; the cursors of a stream, of each rank
         ema, spikes        averaged weights; window of losses and norms: if they are configured
         figures            newest rows of metrics and samples, of rank 0: with replica groups"""
         states: dict[str, Stateful] = {
-            **self.weights(),
+            **self.model_states(),
             "optimizer": OptimizerState(self.model.parts, self.optimizer),
             "ledger": self.manager,
             TOKENS_STATE: self.metrics_processor,
@@ -266,7 +267,7 @@ class Components:
         # rows of a launch that saves no checkpoint would take the place of those that belong to the run's checkpoints
         writes = is_rank0 and not config.checkpoint.load_only
         states = self.checkpoint_states(writer)
-        for name in (*self.HEALED_WEIGHTS, TOKENS_STATE, "data", EMA_STATE, SPIKES_STATE, ROWS_STATE):
+        for name in (*self.HEALED_STATES, TOKENS_STATE, "data", EMA_STATE, SPIKES_STATE, ROWS_STATE):
             if name in states:
                 self.manager.register_state(name, states[name].state_dict, states[name].load_state_dict)
         # only rank 0 has rows; DCP saves one of several entries with the same name, which could be an empty one
@@ -370,8 +371,8 @@ class Components:
             self.write_config()
         self.metrics_processor.record_changes(merge_changes(changes, self.changes), self.save_config)
 
-    def weights(self) -> dict[str, Stateful]:
-        """Returns the model's entries among the states of a checkpoint."""
+    def model_states(self) -> dict[str, Stateful]:
+        """Returns the model's states in a checkpoint; with a semi_sync_method also those of outer optimizer and local weights."""
         return {"model": ModelState(self.model.parts)}
 
     def computed_buffers(self) -> set[str]:
