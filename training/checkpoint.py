@@ -586,7 +586,7 @@ class Checkpointer:
             if not lease.acquire():  # here, as it reads a file, which must not block the training thread
                 return None
             self._on_stage("begin")
-            return files.begin(self.folder, step, lease.name)
+            return files.begin(self.folder, step, lease.suffix)
 
         try:
             partial = self._ranks.on_rank0(begin)
@@ -633,9 +633,9 @@ class Checkpointer:
                 raise OSError("another group has saved")
             self._on_stage("publish")
             self.set_abandoned_aside()  # a kill before the next line leaves load_step the newest
-            files.publish(self.folder, manifest, lease.name)
+            files.publish(self.folder, manifest, lease.suffix)
         except OSError as error:
-            files.discard(self.folder, step, lease.name)
+            files.discard(self.folder, step, lease.suffix)
             with suppress(OSError):  # with failing storage the lease may be unreadable too
                 if is_late():
                     return None
@@ -652,7 +652,7 @@ class Checkpointer:
                 # copies that groups began which never returned; the store does not keep those steps either
                 if lease.shared:
                     oldest = min(files.list_steps(self.folder), default=0)
-                    files.tidy(self.folder, oldest - 1, lambda name: name.startswith(FETCH))
+                    files.tidy(self.folder, oldest - 1, lambda suffix: suffix.startswith(FETCH))
         except OSError as error:
             self._log.warning("checkpoint: older ones could not be removed: %s", files.reason(error))
         if lease.shared:

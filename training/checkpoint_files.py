@@ -1,7 +1,8 @@
 """Checkpoint folders: their files, verification, and atomic publication and removal.
 
-Flow: train.py -> components.py (load), saver.py (retries, and the last save) -> checkpoint.py (which states) -> checkpoint_dcp.py (tensors
-to files) and this file. No torch, no process group: one rank calls the functions that change a folder, any rank those that read.
+Flow: train.py -> components.py (load), saver.py (retries, and the last save) -> checkpoint.py (one save, and which checkpoint to load) ->
+checkpoint_dcp.py (tensors to files) and this file. No torch, no process group: one rank calls the functions that change a folder, any rank
+those that read.
 
     <run>/checkpoint/step-40/            complete: renamed to this after fsync (it may be damaged later)
         __0_0.distcp, ..., .metadata     DCP's files
@@ -269,10 +270,10 @@ def is_same(path: Path, manifest: Manifest | None) -> bool:
         return False
 
 
-def begin(folder: Path, step: int, name: str = "", *, keep: bool = False) -> Path:
-    """Creates an empty folder for a checkpoint of `step` and removes leftovers of a failed save. `name`: the writer's suffix. `keep`: a
-    leftover with this suffix stays, with its files."""
-    partial, replaced = (step_folder(folder, step, suffix) for suffix in (f".partial{name}", ".replaced"))
+def begin(folder: Path, step: int, suffix: str = "", *, keep: bool = False) -> Path:
+    """Creates an empty folder for a checkpoint of `step` and removes leftovers of a failed save. `suffix`: the writer's. `keep`: a leftover
+    with this suffix stays, with its files."""
+    partial, replaced = step_folder(folder, step, f".partial{suffix}"), step_folder(folder, step, ".replaced")
     final = step_folder(folder, step)
     if not folder.exists():
         folder.mkdir(parents=True)
@@ -285,12 +286,12 @@ def begin(folder: Path, step: int, name: str = "", *, keep: bool = False) -> Pat
     return partial
 
 
-def publish(folder: Path, manifest: Manifest, name: str = "", *, is_copy: bool = False) -> Path:
+def publish(folder: Path, manifest: Manifest, suffix: str = "", *, is_copy: bool = False) -> Path:
     """Renames the folder that `begin` created, whose files are on disk, to its final name. A settled checkpoint replaces an existing one of
     the same step, as does the copy of one in an object store, and one of the two exists at any instant; an unsettled save does not replace
     it. Raises OSError."""
-    partial, replaced = (step_folder(folder, manifest.step, suffix) for suffix in (f".partial{name}", ".replaced"))
-    final = step_folder(folder, manifest.step)
+    partial = step_folder(folder, manifest.step, f".partial{suffix}")
+    replaced, final = step_folder(folder, manifest.step, ".replaced"), step_folder(folder, manifest.step)
     for file in manifest.files:
         if not (partial / file.name).exists():
             raise OSError(
@@ -312,9 +313,9 @@ def publish(folder: Path, manifest: Manifest, name: str = "", *, is_copy: bool =
     return final
 
 
-def discard(folder: Path, step: int, name: str = "") -> None:
+def discard(folder: Path, step: int, suffix: str = "") -> None:
     """Removes the files of a failed save as far as possible; does not raise."""
-    shutil.rmtree(step_folder(folder, step, f".partial{name}"), ignore_errors=True)
+    shutil.rmtree(step_folder(folder, step, f".partial{suffix}"), ignore_errors=True)
 
 
 def set_aside(folder: Path, step: int) -> None:
@@ -327,7 +328,7 @@ def set_aside(folder: Path, step: int) -> None:
 def tidy(
     folder: Path,
     until: int | None = None,
-    may_remove: Callable[[str], bool] = lambda name: True,
+    may_remove: Callable[[str], bool] = lambda suffix: True,
     *,
     restore_only: bool = False,
 ) -> list[str]:

@@ -171,11 +171,11 @@ class ObjectStore:
 
         if is_there():
             return target
-        present, name = self.objects().get(step, {}), fetch_suffix(fetcher)
-        is_begun = files.step_folder(folder, step, f".partial{name}").exists()
-        partial = files.begin(folder, step, name, keep=True)
+        present, suffix = self.objects().get(step, {}), fetch_suffix(fetcher)
+        is_begun = files.step_folder(folder, step, f".partial{suffix}").exists()
+        partial = files.begin(folder, step, suffix, keep=True)
         for other in folder.glob("step-*"):
-            if other != partial and other.name.endswith(f".partial{name}"):
+            if other != partial and other.name.endswith(f".partial{suffix}"):
                 shutil.rmtree(other)  # the disk may have no room for both
 
         def fetch_segment(segment: files.FileSegment) -> int:
@@ -206,11 +206,11 @@ class ObjectStore:
                 for count in pool.map(fetch_segment, files.segments(manifest)):  # an exception here cancels the rest
                     on_bytes(count)
             if is_there():  # another group that shares the folder was faster, and reads it now
-                files.discard(folder, step, name)
+                files.discard(folder, step, suffix)
                 return target
-            return files.publish(folder, manifest, name, is_copy=True)
+            return files.publish(folder, manifest, suffix, is_copy=True)
         except Damaged:
-            files.discard(folder, step, name)
+            files.discard(folder, step, suffix)
             raise
 
     def set_aside(self, step: int, manifest: Manifest) -> None:

@@ -51,7 +51,7 @@ class WriterLease:
 
     def __init__(self, folder: Path, quorum: Callable[[], Quorum | None]) -> None:
         self._folder, self._quorum = folder, quorum
-        self._acquired, self.name = ("", 0), ""  # name: suffix of folder names, unique to this writer
+        self._acquired, self.suffix = ("", 0), ""  # suffix: of folder names, unique to this writer
 
     @property
     def has_role(self) -> bool:
@@ -63,18 +63,18 @@ class WriterLease:
         quorum = self._quorum()
         if quorum is None or not acquire(self._folder, quorum):
             return False
-        self._acquired, self.name = quorum, f"-{quorum[0]}-{quorum[1]}"
+        self._acquired, self.suffix = quorum, f"-{quorum[0]}-{quorum[1]}"
         return True
 
     def is_superseded(self) -> bool:
         """Returns True if another group became the writer after `acquire`."""
         return is_superseded(self._folder, self._acquired)
 
-    def may_remove(self, name: str) -> bool:
+    def may_remove(self, suffix: str) -> bool:
         """Returns True unless leftovers with this suffix are those of a newer writer, or of a group's copy, which goes on with them."""
-        if name.startswith(FETCH):
+        if suffix.startswith(FETCH):
             return False
-        epoch, _, number = name.removeprefix("-").rpartition("-")
+        epoch, _, number = suffix.removeprefix("-").rpartition("-")
         return epoch != self._acquired[0] or int(number) <= self._acquired[1]
 
 
@@ -84,7 +84,7 @@ class SoloLease(WriterLease):
     shared, has_role = False, True
 
     def __init__(self) -> None:
-        self.name = ""
+        self.suffix = ""
 
     def acquire(self) -> bool:
         return True
@@ -92,7 +92,7 @@ class SoloLease(WriterLease):
     def is_superseded(self) -> bool:
         return False
 
-    def may_remove(self, name: str) -> bool:
+    def may_remove(self, suffix: str) -> bool:
         return True
 
 
@@ -103,7 +103,7 @@ class LeavingLease(WriterLease):
     settled, has_role = False, True
 
     def __init__(self) -> None:
-        self.name = f"-unsettled.{secrets.token_hex(4)}-0"
+        self.suffix = f"-unsettled.{secrets.token_hex(4)}-0"
 
     def acquire(self) -> bool:
         return True
@@ -111,5 +111,5 @@ class LeavingLease(WriterLease):
     def is_superseded(self) -> bool:
         return True
 
-    def may_remove(self, name: str) -> bool:
+    def may_remove(self, suffix: str) -> bool:
         return False

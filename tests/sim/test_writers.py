@@ -56,9 +56,9 @@ def test_one_seed_is_one_run(tmp_path: Path):
 
 
 def names_it_before_its_manifest(real: Any) -> Any:
-    def publish(folder: Path, manifest: checkpoint_files.Manifest, name: str = "") -> Path:
+    def publish(folder: Path, manifest: checkpoint_files.Manifest, suffix: str = "") -> Path:
         final = checkpoint_files.step_folder(folder, manifest.step)
-        (folder / f"step-{manifest.step}.partial{name}").rename(final)
+        (folder / f"step-{manifest.step}.partial{suffix}").rename(final)
         with (final / checkpoint_files.MANIFEST).open("w") as stream:
             stream.write(manifest.to_json())
         return final
@@ -67,10 +67,10 @@ def names_it_before_its_manifest(real: Any) -> Any:
 
 
 def makes_room_first(real: Any) -> Any:
-    def begin(folder: Path, step: int, name: str = "") -> Path:
+    def begin(folder: Path, step: int, suffix: str = "") -> Path:
         for older in checkpoint_files.list_steps(folder):
             shutil.rmtree(checkpoint_files.step_folder(folder, older))
-        return real(folder, step, name)
+        return real(folder, step, suffix)
 
     return begin
 
