@@ -15,7 +15,7 @@ import torch
 import models
 from configs.document import Origin
 from ft.config import FaultTolerance
-from models.contract import Model, ModelConfig, fault
+from models.contract import Model, ModelConfig, model_error
 from models.init import NoInit
 from parallelisms.activation_checkpoint import ActivationCheckpointConfig
 from parallelisms.distributed import ENV, CommConfig
@@ -96,7 +96,7 @@ class RunConfig:
             with torch.device("meta"), NoInit():
                 return build(self.model, vocab_size=vocab_size, max_seq_len=max_seq_len or self.training.seq_len)
         except Exception as error:
-            raise fault(error, self.model.name, "build") from error
+            raise model_error(error, self.model.name, "build") from error
 
     def execution_config(self, precision: Precision, *, vocab_size: int, device_type: str) -> ExecutionConfig:
         return ExecutionConfig(

@@ -222,7 +222,7 @@ def model_line(error: Exception) -> str:
     return f"models/{Path(frames[-1].filename).name}, line {frames[-1].lineno}" if frames else ""
 
 
-def fault(error: Exception, name: str, call: str) -> ValueError:
+def model_error(error: Exception, name: str, call: str) -> ValueError:
     """Returns the message for an error that `call` of models/`name`.py raised, with the line of the model's code."""
     line = model_line(error)
     return ValueError(f'model.name = "{name}": {call} raised {type(error).__name__}: {error}{line and f" ({line})"}')

@@ -27,7 +27,7 @@ from configs.load import load
 from configs.schema import RunConfig, model_module
 from ft.config import Environment
 from ft.memory import memory
-from models.contract import ModelFault, fault, model_line
+from models.contract import ModelFault, model_error, model_line
 from parallelisms.device import DEVICE_TRAITS, Device
 from parallelisms.execution import choose_precision
 from parallelisms.mesh import AXES, DP_SHARD_CP, EFSDP, EP, ParallelDims, ParallelismConfig, degrees
@@ -74,7 +74,7 @@ def main(argv: Sequence[str]) -> int:
         except Exception as error:
             if not isinstance(error, ModelFault) and not model_line(error):
                 raise
-            problem = fault(error, config.model.name, "a simulated step")
+            problem = model_error(error, config.model.name, "a simulated step")
             print(f"pharos: {config.origin.explain(str(problem))}", file=sys.stderr)
             return 2
     print(report, end="")
@@ -131,7 +131,7 @@ def job_of(config: RunConfig, *, world_size: int, device: str) -> ExplainedJob:
     try:  # the simulation leaves out the values: here the names are visited
         whole.init_weights(training.seed)
     except Exception as error:
-        raise ValueError(config.origin.explain(str(fault(error, model.name, "init_weights")))) from error
+        raise ValueError(config.origin.explain(str(model_error(error, model.name, "init_weights")))) from error
     size = sum(p.numel() for p in whole.parameters())
     device_type: DeviceType = "cpu"
     if device == "cuda" or (not device and (torch.cuda.is_available() or size >= LARGE)):
