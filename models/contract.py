@@ -11,7 +11,8 @@ Parts of Model, by what needs them; most are checked before any rank is launched
     tensor parallelism      tp_plan, with an entry for each module with parameters, except Experts
     context parallelism     forward with positions; self.attend in each attention
     training.document_mask  forward with document_starts, which it passes to self.attend
-    pipeline                no parameter outside of layers, tok_embeddings, norm and output, none tied; forward skips what is None
+    pipeline                no parameter outside of layers, tok_embeddings, norm and output, none tied; forward skips what is None;
+                            the hidden state between layers is [B, T, dim] in the compute dtype
     experts                 Router and Experts as base classes, whose parameters have a layout of their own
     text samples            new_cache
 """
@@ -58,7 +59,7 @@ class Model(nn.Module):
 
     dim: int  # C, the width of the hidden state
     tok_embeddings: nn.Module | None
-    layers: nn.ModuleDict  # "0", "1", ...: a dict, so that deleting layers does not rename the others
+    layers: nn.ModuleDict  # the blocks, "0", "1", ...: a dict, so that deleting some does not rename the others
     norm: nn.Module | None
     output: Head | None  # called "the head" in comments and documents
     tp_plan: Mapping[str, str] = MappingProxyType({})  # module name -> kind: parallelisms/tensor.py
@@ -147,7 +148,7 @@ class Head(nn.Linear):
         if labels is None:
             return super().forward(h)  # [B, T, V]
         assert self.loss is not None, "parallelize() sets it"
-        return self.loss(h, self.weight, labels)  # scalar
+        return self.loss(h, self.weight, labels)  # loss sum, fp32 scalar
 
 
 class Router(nn.Module):
@@ -157,7 +158,8 @@ class Router(nn.Module):
     sum_over_sequence: Callable[[Tensor], Tensor] = staticmethod(lambda counts: counts)
 
     def selection(self, x: Tensor) -> Tensor:
-        """Returns the numbers [B, T, E] whose k largest are the experts of each token of x [B, T, C]."""
+        """Returns the numbers [B, T, E] whose k largest are the experts of each token of x [B, T, C]. Training does not call it;
+        bench/parity_worker.py does, to draw tokens whose experts do not depend on rounding."""
         raise NotImplementedError
 
 

@@ -169,8 +169,9 @@ class TopKRouter(Router):
         return self.biased(self.scores(x))
 
     def auxiliary_loss(self, scores: Tensor, chosen: Tensor) -> Tensor:
-        """Returns the auxiliary loss of these sequences times their tokens, as the loss is a sum over tokens (DeepSeek-V3, equations 17 to
-        20). The share of an expert is that of the whole sequence, also where ranks hold parts of it."""
+        """Returns the auxiliary loss of these sequences times all their tokens, as the loss is a sum over tokens (DeepSeek-V3, equations 17
+        to 20); the optimizer divides by those with a label only. The share of an expert is that of the whole sequence, also where ranks
+        hold parts of it."""
         config = self.config
         counts = scores.new_zeros(len(scores), config.n_experts)  # [B, E]
         counts.scatter_add_(1, chosen.flatten(1), torch.ones_like(chosen.flatten(1), dtype=counts.dtype))
