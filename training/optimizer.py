@@ -85,7 +85,11 @@ class LRSchedulerConfig:
     decay_ratio: Annotated[
         float, "share of the schedule spent decaying at its end; -1: everything after the warm-up", ">= -1", "<= 1"
     ] = -1.0
-    decay_type: Annotated[Literal["linear", "sqrt", "cosine"], "the shape of the decay"] = "linear"
+    decay_type: Annotated[
+        Literal["linear", "sqrt", "cosine"],
+        "the factor of the part above min_lr_factor, p being the share of the decay that is done; linear: 1 - p; sqrt: 1 - sqrt(p); "
+        "cosine: (1 + cos(pi p)) / 2",
+    ] = "linear"
     min_lr_factor: Annotated[float, "the decay ends at this share of optimizer.lr", ">= 0", "<= 1"] = 0.0
 
     def check(self) -> None:
@@ -162,12 +166,13 @@ class MuonAdamW(LocalAdam):
 
 def build_optimizer(
     config: OptimizerConfig, parts: Iterable[nn.Module], *, compute: torch.dtype = torch.float32
-) -> torch.optim.Optimizer:
+) -> LocalAdam:
     """Builds one optimizer over all parts, its state sharded as the parameters are. `compute`: dtype of large matmuls.
 
-    Another class accepts these arguments; keeps only tensors in its state, by parameter, which begin as zeros; makes this state in a step
-    with learning rate 0, without a collective (ft/optim_state.py); keeps `lr_factor` in its groups; carries out `own_updates`; and says
-    by `scales_in_kernel` if its fused kernels divide and skip. docs/optimizers.md says where else its name belongs."""
+    A new optimizer is a name in OptimizerConfig and a class in `classes`, best a subclass of LocalAdam. It must accept these arguments;
+    keep only tensors in its state, by parameter, which begin as zeros; make this state in a step with learning rate 0, without a collective
+    (ft/optim_state.py); keep `lr_factor` in its groups; carry out `own_updates`; and say by `scales_in_kernel` if its fused kernels divide
+    and skip. docs/optimizers.md says where else its name belongs."""
     settings = [*config.groups, ParameterGroup("*")]
     members = defaultdict[tuple[int, bool], list[nn.Parameter]](list)  # by place in `settings`, and if Muon steps them
     own = []
@@ -262,7 +267,7 @@ def gradient_norm(parameters: Iterable[nn.Parameter], loss: float | None = None)
 class Update(NamedTuple):
     """The result of an optimizer step. `lr`: 0 if nothing was applied. `spike`: why the step is a spike; "": it is none."""
 
-    grad_norm: float  # of the mean gradient
+    grad_norm: float  # of the mean gradient; with divisor 0 of the sum
     lr: float
     spike: str = ""
 
@@ -291,7 +296,7 @@ class OptimizerStep:
 
     def step(self, steps_before: int, divisor: float, loss: float = 0.0) -> Update:
         """Applies optimizer step `steps_before` + 1 to gradients that are sums over `divisor` tokens. `loss`: the mean loss. Changes
-        nothing if the norm is not finite, `divisor` is 0, or the step is a spike."""
+        no weight and no state of the optimizer if the norm is not finite, `divisor` is 0, or the step is a spike."""
         fused, spikes = self._fused, self.spikes
         with self.progress.phase("reduce"):
             values = gradient_norm(self.parameters, None if spikes is None else loss).reshape(-1)  # norm, loss
@@ -310,6 +315,7 @@ class OptimizerStep:
                 )
                 for group in self.optimizer.param_groups:
                     group["lr"] = lr * group["lr_factor"]
+                # the division by the number of tokens, and clipping, in one factor: what gradients are divided by
                 max_norm = self.training.max_norm * divisor  # bound for the norm of the sums
                 grad_scale = divisor * ((norm / max_norm).clamp(min=1.0) if max_norm > 0 else torch.ones_like(norm))
                 if fused:  # the kernel divides by grad_scale and skips the update if found_inf is set: no host sync
