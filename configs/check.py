@@ -30,7 +30,7 @@ from parallelisms.device import local_device_type
 from parallelisms.execution import CompileConfig
 from parallelisms.mesh import degrees
 from parallelisms.pipeline_plan import check_pipeline, placement, schedule_of, splits_backward, stage_modules
-from training.checkpoint import checkpoint_to_continue, progress_in
+from training.checkpoint import checkpoint_to_continue, step_and_ledger
 from training.config import os_errors_of
 from training.data.dataset import StreamedData, open_data
 from training.data.order import Mixture, Order
@@ -88,7 +88,7 @@ def check_resume(config: RunConfig, changed: Collection[str], *, world_size: int
     from training.checkpoint_dcp import read_values  # the import takes a second
 
     try:
-        (step, ledger), segments = progress_in(path), read_values(path, "data")
+        (step, ledger), segments = step_and_ledger(path), read_values(path, "data")
     except Exception:  # noqa: BLE001 (it may be damaged in any way)
         return
 

@@ -906,7 +906,9 @@ class Checkpointer:
 
 
 class RankCollectives:
-    """Collectives of Python objects over a separate gloo process group, which DCP uses too."""
+    """Collectives of Python objects over a separate gloo process group, which DCP uses too. If a rank is gone the others raise RuntimeError,
+    or wait until the timeout. Nothing catches it: the process ends, and exits with code 1. What the save had written is removed by the next
+    launch as it loads, with replica groups after the next save."""
 
     def __init__(self) -> None:
         self.rank, self.world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
@@ -961,8 +963,9 @@ def checkpoint_to_continue(
     return initial_folder(config.initial_load_path)
 
 
-def progress_in(path: Path) -> tuple[int, dict[str, Any]]:
-    """Returns step and ledger of a checkpoint, unverified. May raise anything."""
+def step_and_ledger(path: Path) -> tuple[int, dict[str, Any]]:
+    """Returns step and ledger of a checkpoint, unverified. May raise anything, which configs/check.py and components.py catch: `load`
+    reports damage."""
     from training import checkpoint_dcp as dcp
 
     saved = dcp.read_values(path, "ledger")

@@ -112,7 +112,7 @@ def read_values(path: Path, state: str) -> dict[str, Any]:
 def fit(
     states: States, metadata: Metadata, *, wanted: Collection[str], exclude: Sequence[str], exact: bool
 ) -> tuple[States, list[str], set[str], set[str]]:
-    """Returns the states that `read` can load from the checkpoint; a phrase for each name that does not fit; the names that only the
+    """Returns the states that `load_into` can load from the checkpoint; a phrase for each name that does not fit; the names that only the
     checkpoint has; and the entries of `exclude` that match no name. With a pipeline the last two hold on this rank: others may have them.
     Compares names and sizes (`exact`: dtypes too) of the states in `wanted`. Names that equal, or lie below, an entry of `exclude` are
     ignored on both sides. These may be missing: the optimizer state of a parameter that never had a gradient, optimizer

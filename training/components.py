@@ -26,7 +26,7 @@ from parallelisms.execution import choose_precision
 from parallelisms.mesh import build_mesh, degrees
 from parallelisms.parallelize import parallelize
 from training.background_writer import BackgroundWriter, Events
-from training.checkpoint import ROWS_STATE, Checkpointer, progress_in
+from training.checkpoint import ROWS_STATE, Checkpointer, step_and_ledger
 from training.checkpoint_files import EMA_STATE, SPIKES_STATE, TOKENS_STATE, CheckpointFailed
 from training.data.dataset import open_data
 from training.data.loader import SlotPartition
@@ -331,7 +331,7 @@ class Components:
             path = self.checkpointer.checkpoint_to_continue()
             if path is None or not is_rank0:
                 return
-            step, ledger = progress_in(path)
+            step, ledger = step_and_ledger(path)
         except Exception as error:  # noqa: BLE001 (unverified, so it can raise anything; `load` reports damage)
             if is_rank0:
                 self.log.warning("%s: its position cannot be read: %s", name, error)

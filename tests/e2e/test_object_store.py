@@ -17,7 +17,7 @@ from tests.e2e.kill_while_putting import PART_BYTES
 from tests.s3_server import BUCKET, S3Server, use
 from tests.scripts.tiny_job import CONFIG, ENV, ROOT, WAIT_S, Started, finished, python, write_job
 from tests.unit.test_object_store import checkpoint
-from training.checkpoint import progress_in
+from training.checkpoint import step_and_ledger
 from training.checkpoint_files import read_verified
 from training.object_store import ObjectStore
 
@@ -73,7 +73,7 @@ def test_a_run_outlives_its_machine(server: S3Server):
     initial = f"--checkpoint.initial_load_path={store.url}/step-{end}"
     train(initial, "--checkpoint.initial_load_model_only=false", f"--training.steps={end + 2}", "--job.name=next")
     first = read(Path("outputs/next/samples.jsonl"))[0]
-    assert first.step == end + 1 and first.begin == RunBegin(progress_in(fetched)[1]["position"])
+    assert first.step == end + 1 and first.begin == RunBegin(step_and_ledger(fetched)[1]["position"])
 
     shutil.rmtree(RUN)
     assert "--resume.allow=optimizer.lr" in train(f"--training.steps={end + 1}", "--optimizer.lr=1e-5", code=2)
