@@ -42,7 +42,7 @@ from training.signals import STEPS_TO_STOP
 from training.tokenizer import build_tokenizer
 
 SMALL_BYTES = 1 << 20
-Rule = Callable[[], Iterable[str] | None]  # a check; raises ValueError or yields messages
+Rule = Callable[[], Iterable[str] | None]  # a check; raises ValueError (one message) or is a generator of messages
 
 
 def check(config: RunConfig, *, world_size: int, device_type: str | None = None) -> None:
@@ -168,8 +168,8 @@ def _check_layouts(config: RunConfig, device_type: str) -> Iterator[str]:
     two_pieces = cp > 1 and parallelism.context_parallel_load_balancer == "headtail"
     unit = cp * tp * (2 if two_pieces else 1)
     if seq_len % unit:
-        degrees = {"parallelism.context_parallel_degree": cp, "parallelism.tensor_parallel_degree": tp}
-        ranks = " and ".join(f"{key} = {degree}" for key, degree in degrees.items() if degree > 1)
+        by_key = {"parallelism.context_parallel_degree": cp, "parallelism.tensor_parallel_degree": tp}
+        ranks = " and ".join(f"{key} = {degree}" for key, degree in by_key.items() if degree > 1)
         how = ", in a piece from its head and one from its tail" if two_pieces else "" if cp > 1 else " between blocks"
         yield (
             f"training.seq_len = {seq_len}: the ranks of {ranks} share it{how}: must be a multiple of {unit}; "

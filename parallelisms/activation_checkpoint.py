@@ -72,13 +72,13 @@ def apply_activation_checkpoint(part: Model, config: ActivationCheckpointConfig)
         if (int(name) + 1) % every:
             continue
         # FSDP gathers the experts inside the block, and torch (2.13) counts the operations of a gather, which differ between forward and
-        # recomputation, where it chooses by operation: so a part with experts is recomputed as a whole.
-        parts = [block]
+        # recomputation, where it chooses by operation: so a child with experts is recomputed as a whole.
+        recomputed = [block]
         if options and has_experts(block):
-            parts = [child for child in block.children() if list(child.children())]
-        for part_of_block in parts:
-            chosen = {} if has_experts(part_of_block) else options
-            part_of_block.forward = _with_checkpointing(part_of_block.forward, chosen)
+            recomputed = [child for child in block.children() if list(child.children())]
+        for module in recomputed:
+            chosen = {} if has_experts(module) else options
+            module.forward = _with_checkpointing(module.forward, chosen)
 
 
 def _with_checkpointing(forward: Callable[..., Any], options: dict[str, Any]) -> Callable[..., Any]:

@@ -23,7 +23,7 @@ from parallelisms.device import Device, pick_device
 
 BACKENDS = ("gloo", "nccl", "mpi")
 ENV = "env://"
-FALLBACK_TIMEOUT_S = 60  # added to the longest timeout for collectives, so that the watchdog reports a hang first
+FALLBACK_MARGIN_S = 60  # added to the longest timeout for collectives, so that the watchdog reports a hang first
 
 
 def why_unusable(backend: str) -> str:
@@ -174,7 +174,7 @@ def process_group(config: CommConfig) -> Iterator[World]:
     is a fallback: the watchdog ends a hang sooner (training/watchdog.py)."""
     global_rank, world_size = launched_rank(), launched_world_size()
     device = pick_device(int(os.environ.get("LOCAL_RANK", "0")))
-    timeout = timedelta(seconds=config.init_timeout_seconds + FALLBACK_TIMEOUT_S)
+    timeout = timedelta(seconds=config.init_timeout_seconds + FALLBACK_MARGIN_S)
     store: dist.Store = dist.HashStore()
     if world_size > 1:
         limit_s = timeout.total_seconds()

@@ -14,7 +14,9 @@ from parallelisms.device import Device
 from parallelisms.float8 import Float8Config
 from parallelisms.mesh import ParallelismConfig
 
-LossFunction = Callable[[Tensor, Tensor], Tensor]  # logits [B, T, V], labels [B, T] -> sum over valid tokens, fp32
+# Logits [B, T, V], labels [B, T] -> sum over valid tokens, fp32. It may have a method `vocab_parallel` as CrossEntropySum of
+# training/loss.py has, which computes from shards of the vocabulary; without it parallelisms/loss.py gathers the logits.
+LossFunction = Callable[[Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True)

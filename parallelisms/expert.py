@@ -26,16 +26,16 @@ def apply_expert_parallel(part: Model, mesh: DeviceMesh, experts_mesh: DeviceMes
     of `mesh` share."""
     from torch.distributed.tensor import Shard, distribute_tensor  # not needed to check a configuration
 
-    ep, group = experts_mesh[EP], experts_mesh[EP].get_group().group_name
+    ep_mesh, group = experts_mesh[EP], experts_mesh[EP].get_group().group_name
     shared = [str(mesh[axis].get_group().group_name) for axis in (CP, TP) if mesh[axis].size() > 1]
     for module in part.modules():
         if isinstance(module, Router) and shared:
             module.sum_over_sequence = partial(_sum, groups=shared)
-        if isinstance(module, Experts) and ep.size() > 1:
+        if isinstance(module, Experts) and ep_mesh.size() > 1:
             for name, parameter in list(module.named_parameters(recurse=False)):
-                sharded = distribute_tensor(parameter, ep, [Shard(0)], src_data_rank=None)
+                sharded = distribute_tensor(parameter, ep_mesh, [Shard(0)], src_data_rank=None)
                 module.register_parameter(name, nn.Parameter(sharded))
-            module.dispatch_and_combine = all_to_all_dispatch(module, ep.size(), group)  # type: ignore[assignment,method-assign]
+            module.dispatch_and_combine = all_to_all_dispatch(module, ep_mesh.size(), group)  # type: ignore[assignment,method-assign]
 
 
 def _sum(counts: Tensor, *, groups: list[str]) -> Tensor:

@@ -41,6 +41,7 @@ def apply_fsdp(
         dense = data_parallel_mesh(mesh, hsdp=True)
     choice = config.fsdp_reshard_after_forward
     always, by_shards = choice == "always", choice == "default" and mesh[PP].size() == 1
+    # the size of the last axis; with DDP alone that of the replicas, and `replicate` reads neither `reshard` nor `shards`
     reshard = always or (by_shards and dense.size(dense.ndim - 1) > 1)
     # experts may be sharded where nothing else is, as over tp
     reshard_experts = reshard or (by_shards and sparse.size(sparse.ndim - 1) > 1)
@@ -52,7 +53,7 @@ def apply_fsdp(
         axes: DeviceMesh = dense,
         dtypes: tuple[torch.dtype, torch.dtype] = (precision.compute, precision.reduce),
     ) -> None:
-        shards = axes.size(axes.ndim - 1)  # with DDP alone the number of replicas, which is then unused
+        shards = axes.size(axes.ndim - 1)
         # One rank reduces nothing, so that its gradients need no cast, unless it accumulates the microbatches of a pipeline
         reduce = dtypes[1] if axes.size() > 1 or mesh[PP].size() > 1 else None
         options: dict[str, Any] = {

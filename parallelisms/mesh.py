@@ -186,7 +186,7 @@ def build_mesh(degrees: ParallelDims, device_type: str) -> DeviceMesh:
 
 def data_parallel_mesh(mesh: DeviceMesh, *, hsdp: bool = False) -> DeviceMesh:
     """Returns the axes over which gradients are summed: [dp_replicate, dp_shard_cp] for HSDP, [dp_replicate] for DDP, or [dp_shard_cp]; the
-    same with efsdp for an `expert_mesh`. `hsdp`: two axes for DDP, too."""
+    same with efsdp for an `expert_mesh`. `hsdp`: both axes, also where nothing is sharded."""
     shards = mesh[EFSDP] if EFSDP in (mesh.mesh_dim_names or ()) else mesh[DP_SHARD, CP]._flatten(DP_SHARD_CP)
     replicas = mesh[DP_REPLICATE]
     if replicas.size() == 1:

@@ -5,6 +5,7 @@ A technique with a mesh axis of its own also needs
 - in mesh.py the axis in AXES, its size in ParallelDims, this rank's place in `coordinate` and MeshCoordinate, its degree in
   ParallelismConfig and `degrees`, and a place in `data_parallel_mesh`, if its ranks have different tokens;
 - checks in configs/check.py;
+- nothing in training/optimizer.py, if its parameters become DTensors on the axis: gradient_norm reads their placements;
 - the prediction in tools/explain;
 - layouts in bench/parity.py.
 """
@@ -106,7 +107,8 @@ class NoPipeline:
 
     def forward_backward(self, inputs: Tensor, labels: Tensor, document_starts: Tensor | None = None) -> Tensor:
         """Runs forward and backward on tokens and labels [B, T] of this rank's sequences, adding to gradients. Returns this rank's term of
-        the loss sum, which is the sum of the terms of all ranks. document_starts [B, T]: see models.contract.Model.forward."""
+        the loss sum, which is the sum of the terms of all ranks. document_starts [B, T]: see models.contract.Model.forward. Raises
+        ModelFault."""
         [model] = self.parts
         more = {} if document_starts is None else {"document_starts": self._shard_sequence(document_starts)}
         loss_sum = model(self._shard_sequence(inputs), labels=self._shard_sequence(labels), **more)
@@ -117,7 +119,7 @@ class NoPipeline:
 
     @torch.no_grad()
     def evaluate(self, inputs: Tensor, labels: Tensor, document_starts: Tensor | None = None) -> Tensor:
-        """Returns the same term without computing gradients, in eval mode (without dropout)."""
+        """Returns this rank's term of the loss sum, as forward_backward does, without gradients and in eval mode (without dropout)."""
         [model] = self.parts
         more = {} if document_starts is None else {"document_starts": self._shard_sequence(document_starts)}
         model.eval()

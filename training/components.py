@@ -21,7 +21,7 @@ from ft.agreement import Agreement
 from ft.config import Environment, group_folder
 from ft.seam import BadInput
 from ft.start import open_manager
-from parallelisms.distributed import FALLBACK_TIMEOUT_S, World
+from parallelisms.distributed import FALLBACK_MARGIN_S, World
 from parallelisms.execution import choose_precision
 from parallelisms.mesh import build_mesh, degrees
 from parallelisms.parallelize import parallelize
@@ -179,7 +179,7 @@ class Components:
         agreement = None
         if settings.enable and world.world_size > 1:
             # Longer than a reduction between groups and than a rendezvous: a peer rank may be in either.
-            timeout_s = max(settings.collective_s, config.comm.init_timeout_seconds) + FALLBACK_TIMEOUT_S
+            timeout_s = max(settings.collective_s, config.comm.init_timeout_seconds) + FALLBACK_MARGIN_S
             agreement = Agreement(dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s)))
         manager = open_manager(
             settings,
