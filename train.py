@@ -122,7 +122,7 @@ class Run(Components):
     """The training loop of one rank, over the parts that Components builds from the configuration."""
 
     def train(self) -> None:
-        """Trains to training.steps, or to a stop request. Raises BadInput, CheckpointFailed, DataFailed, GroupEnded, NonFinite, Stopped."""
+        """Trains to the end or a stop request. Raises BadInput, CheckpointFailed, DataFailed, GroupEnded, ModelFault, NonFinite, Stopped."""
         config, steps = self.config, self.config.training.steps
         if config.checkpoint.create_seed_checkpoint:
             return self.checkpointer.save_seed()
@@ -183,7 +183,9 @@ class Run(Components):
             return False
         error = None if contributes else self.nonfinite(local, "is committed without this group")
         if error and not self.world.global_rank:
-            self.log.warning("%s", error)  # the other groups go on; a slot is assigned again, MAX_UNABLE times in all
+            self.log.warning(
+                "%s", error
+            )  # the others go on; the slot is assigned again, MAX_UNABLE times (protocol/step.py)
         step = self.manager.step  # exceeds assignment.step + 1 if this group has healed meanwhile
         # inner_update: the group has made its steps already, and `commit` the outer step
         update = local.inner_update or self.optimizer_step.step(step - 1, commit.divisor, commit.mean_loss)
@@ -268,7 +270,7 @@ class Run(Components):
 
     def compute_step(self, assignment: DataAssignment, batches: Iterator[Batch] | None = None) -> LocalStep:
         """Runs forward and backward of each batch; the reduction of gradients over groups begins in the last backward of the last slot.
-        Then one small all-reduce and one device sync cover all that the ranks must agree on, pending signals included."""
+        Then one all-reduce and device sync cover all that the ranks agree on, signals too. `batches`: of a window; None: loads them."""
         losses, at, slots = list[tuple[Batch, Tensor]](), self.coordinate, assignment.slots
         training = self.config.training
         # gradient accumulation: the local batches of all slots

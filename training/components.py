@@ -72,7 +72,8 @@ class Components:
         cleanup: ExitStack,
         changes: Mapping[str, str],
     ) -> None:
-        """`cleanup` closes what is opened here, in reverse order. `changes`: see configs.saved.check_saved."""
+        """`signals`: the requests to stop and to save, which the loop takes. `cleanup` closes what is opened here, in reverse order.
+        `changes`: see configs.saved.check_saved."""
         self.config, self.environment, self.world, self.changes = config, environment, world, changes
         self.signals, self.log, self.cleanup = signals, log, cleanup
         signals.nothing_saved = config.checkpoint.nothing_saved
