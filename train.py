@@ -122,7 +122,7 @@ class Run(Components):
     """The training loop of one rank, over the parts that Components builds from the configuration."""
 
     def train(self) -> None:
-        """Trains to the end or a stop request. Raises BadInput, CheckpointFailed, DataFailed, GroupEnded, ModelFault, NonFinite, Stopped."""
+        """Trains to the end, or to a stop. Raises BadInput, CheckpointFailed, DataFailed, GroupEnded, ModelFault, NonFinite, Stopped."""
         config, steps = self.config, self.config.training.steps
         if config.checkpoint.create_seed_checkpoint:
             return self.checkpointer.save_seed()

@@ -382,8 +382,8 @@ class Manager:
         return self._restored["ledger"] if self._restored else {}
 
     @property
-    def last_waiting_for_others_s(self) -> float:
-        return self.client.last_waiting_for_others_s
+    def last_waiting_for_others_at_s(self) -> float:
+        return self.client.last_waiting_for_others_at_s
 
     def leave(self) -> None:
         self._leaves = True

@@ -150,7 +150,7 @@ class Seam(Protocol):
         or, of a SoloManager, the initial one."""
 
     @property
-    def last_waiting_for_others_s(self) -> float:
+    def last_waiting_for_others_at_s(self) -> float:
         """time.monotonic() of the newest message in which the group server said that this group waits for other groups or the lighthouse,
         not for one of its own ranks, or answered a quorum request; -inf: there was none."""
 

@@ -104,7 +104,7 @@ class SemiSyncManager:
     may_exit: bool
     needs_new_quorum: bool
     finished: bool
-    last_waiting_for_others_s: float
+    last_waiting_for_others_at_s: float
     loaded_ledger: Mapping[str, Any]
     rewinds: Sequence[Rewound]
 

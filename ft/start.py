@@ -34,7 +34,7 @@ class SoloManager:
         self.step = 0
         self._ledger, self._skip_ranges = Ledger(slot_size, skip_ranges=skip_ranges), skip_ranges
         self._registered: set[str] = set()
-        self.may_exit, self.writer_quorum, self.last_waiting_for_others_s = False, ("", 0), -inf
+        self.may_exit, self.writer_quorum, self.last_waiting_for_others_at_s = False, ("", 0), -inf
         self._until: int | None = None
         self._leaves = False
         # nothing is all-reduced in a backward; `reduce` returns StepTotals of its arguments, as no other group adds to them

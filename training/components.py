@@ -457,7 +457,7 @@ class Components:
             long_timeout_s=config.comm.init_timeout_seconds,
             log=self.log,
             record=lambda: dump_flight_recorder(folder / TRACES, rank),
-            last_waiting_for_others_s=lambda: self.manager.last_waiting_for_others_s,
+            last_waiting_for_others_at_s=lambda: self.manager.last_waiting_for_others_at_s,
         )
         cleanup.enter_context(closing(watchdog)).start()
         allocator = torch.cuda.memory if world.device.traits.has_allocator else None

@@ -38,7 +38,7 @@ class Watchdog:
     The first step of a launch, and every phase of progress.LONG_PHASES, may take `long_timeout_s`. A rank that suspects a hang publishes
     its phase; rank 0 (another rank if 0 is gone) waits up to ANSWER_S for the others and prints one line; GRACE_S later every rank
     dumps its stacks and exits. A step that finishes in between cancels this, and so does a confirmation by the replica group's server
-    that the group waits for others (`last_waiting_for_others_s`: its time, on `clock`). `store`: a separate connection
+    that the group waits for others (`last_waiting_for_others_at_s`: its time, on `clock`). `store`: a separate connection
     (`store.clone()`), since the loop may block in a shared one. `record`: saves the flight recorder, once per hang."""
 
     def __init__(
@@ -55,13 +55,13 @@ class Watchdog:
         arm: Callable[[float], None] = dump_stacks,
         disarm: Callable[[], None] = faulthandler.cancel_dump_traceback_later,
         record: Callable[[], object] = lambda: None,
-        last_waiting_for_others_s: Callable[[], float] = lambda: -math.inf,
+        last_waiting_for_others_at_s: Callable[[], float] = lambda: -math.inf,
     ) -> None:
         self._progress, self._store = progress, store
         self._global_rank, self._world_size = global_rank, world_size
         self._timeout_s, self._long_timeout_s = timeout_s, long_timeout_s
         self._log, self._clock, self._arm, self._disarm = log, clock, arm, disarm
-        self._record, self._last_waiting_for_others_s = record, last_waiting_for_others_s
+        self._record, self._last_waiting_for_others_at_s = record, last_waiting_for_others_at_s
         self._print_after_s = ANSWER_S if global_rank == 0 else 2 * ANSWER_S  # rank 0 is the first to print
         self._ends_after_s = 2 * ANSWER_S + GRACE_S
         self._steps = 0  # finished since the launch
@@ -91,14 +91,14 @@ class Watchdog:
         if unseen_s > 5 * POLL_S:
             # The process did not run (Ctrl-Z, a suspended machine): that time does not count.
             self._waiting_since = min(now, self._waiting_since + unseen_s)
-        self._last_poll, last_waiting_for_others_s = now, self._last_waiting_for_others_s()
-        self._waiting_since = max(self._waiting_since, last_waiting_for_others_s)
+        self._last_poll, last_waiting_for_others_at_s = now, self._last_waiting_for_others_at_s()
+        self._waiting_since = max(self._waiting_since, last_waiting_for_others_at_s)
         waited_s, limit_s = now - self._waiting_since, self._timeout_s if self._steps else self._long_timeout_s
         if long_phase := self._progress.long_phase():
             self._waiting_since = now  # the step's timeout restarts after the phase
             waited_s, limit_s = long_phase[1], self._long_timeout_s
         if self._suspected_at is not None and (
-            self._steps != self._steps_when_suspected or last_waiting_for_others_s > self._suspected_at
+            self._steps != self._steps_when_suspected or last_waiting_for_others_at_s > self._suspected_at
         ):
             self._disarm()
             cause = "a step finished" if self._steps != self._steps_when_suspected else "the group waits for others,"

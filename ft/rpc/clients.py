@@ -108,7 +108,7 @@ class GroupServerProcess:
 
 
 class GroupClient:
-    """A rank's connection to its group's server, at "http://host:port". Thread-safe. `last_waiting_for_others_s`: Seam's, the time of the
+    """A rank's connection to its group's server, at "http://host:port". Thread-safe. `last_waiting_for_others_at_s`: Seam's, the time of the
     newest message that the whole group waits for others, or answer of a quorum request. `gone`: set when the server or group has ended."""
 
     def __init__(self, address: str, group_rank: int, access: Access | None = None) -> None:
@@ -119,7 +119,7 @@ class GroupClient:
         self._more = threading.Condition()
         self._thread: threading.Thread | None = None
         self._closed = False
-        self.last_waiting_for_others_s, self.gone = -math.inf, threading.Event()
+        self.last_waiting_for_others_at_s, self.gone = -math.inf, threading.Event()
         self._waited_s, self._log_at_s = 0.0, LOG_AFTER_S  # newest reported wait; the wait that is logged next
 
     def ask_quorum(self, call: m.RankCall, within_s: float | None, name_free_s: float) -> m.Event | None:
@@ -131,7 +131,7 @@ class GroupClient:
             left_s = math.inf if within_s is None else asked_s + within_s - time.monotonic()
             try:
                 answer = self.quorum(call, max(0.01, min(left_s, ASK_S)))
-                self.last_waiting_for_others_s = time.monotonic()  # the request of all the group's ranks was answered
+                self.last_waiting_for_others_at_s = time.monotonic()  # the request of all the group's ranks was answered
                 return answer
             except TimeoutError as error:
                 waited_s = time.monotonic() - asked_s
@@ -171,7 +171,7 @@ class GroupClient:
 
     @property
     def _waits_for_others(self) -> bool:
-        return time.monotonic() - self.last_waiting_for_others_s <= MESSAGE_S
+        return time.monotonic() - self.last_waiting_for_others_at_s <= MESSAGE_S
 
     def quorum(self, call: m.RankCall, timeout_s: float) -> m.QuorumResult | m.RestoreRequired | m.Released:
         """Requests a quorum once: waits for the requests of all ranks and for the lighthouse. Raises TimeoutError, RuntimeError."""
@@ -282,7 +282,7 @@ class GroupClient:
 
     def on_waits(self, waits: m.Waits) -> None:
         """Records that the group waits for others, as its server reports each second. Rank 0 logs it every LOG_EVERY_S."""
-        self.last_waiting_for_others_s = time.monotonic()
+        self.last_waiting_for_others_at_s = time.monotonic()
         if waits.waited_s < self._waited_s:
             self._log_at_s = LOG_AFTER_S
         self._waited_s = waits.waited_s

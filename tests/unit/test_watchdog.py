@@ -53,7 +53,7 @@ class Rank:
             arm=self.abort.arm,
             disarm=self.abort.cancel,
             record=self.record,
-            last_waiting_for_others_s=lambda: self.confirmed_s,
+            last_waiting_for_others_at_s=lambda: self.confirmed_s,
         )
         self.phases: list[AbstractContextManager[None]] = []
 
