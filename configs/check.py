@@ -102,7 +102,7 @@ def check_resume(config: RunConfig, changed: Collection[str], *, world_size: int
         steps = training.steps - step
         if config.fault_tolerance.enable or ledger.get("rewinds") or training.skip:  # as Components.resume_data
             steps = min(steps, STEPS_TO_STOP * config.fault_tolerance.inner_steps)
-        data.resume_at(ledger["position"], ledger["holes"], changed, steps * batch)
+        data.continue_segments(ledger["position"], ledger["holes"], changed, steps * batch)
 
     _gather(config, [rule])
 

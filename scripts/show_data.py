@@ -62,7 +62,7 @@ def show(run: Path, positions: str) -> None:
     if run.is_dir() and newest(checkpoints) is not None:  # one with only the weights has no data
         path, _ = checkpoint_of(checkpoints, -1, who="show_data", full=True)
         data.load_state_dict(read_values(path, "data"))
-        data.resume_at(step_and_ledger(path)[1]["position"], (), (), 0)  # settings may have changed since
+        data.continue_segments(step_and_ledger(path)[1]["position"], (), (), 0)  # settings may have changed since
     order = SegmentedOrder(data.orders())
     for position in range(int(first), int(last or first) + 1):
         segment = next(each for each in reversed(data.segments) if each.first <= position)

@@ -397,7 +397,7 @@ class Components:
         steps = min(left, STEPS_TO_STOP * self.inner_steps) if early else left
         begin = ledger.get("position", 0)
         needed = steps * self.slot_size + max(0, position - begin)
-        text = self.data.resume_at(begin, ledger.get("holes", ()), self.changes, needed)
+        text = self.data.continue_segments(begin, ledger.get("holes", ()), self.changes, needed)
         if text and self.world.global_rank == 0:
             self.log.warning("%s", text)
 

@@ -351,7 +351,7 @@ class Trainer(train.Run):
             rows_kept=plan.rows_kept,
         )
         self.inner_steps = self.slot_size = 1
-        self.changes, self.data = {}, SimpleNamespace(resume_at=lambda *given: "")  # type: ignore[assignment]
+        self.changes, self.data = {}, SimpleNamespace(continue_segments=lambda *given: "")  # type: ignore[assignment]
         self.metrics_processor = Figures(job, self.relay)  # type: ignore[assignment]
         self.values = Weights(group.manager)
         states = {"model": self.values, "ledger": group.manager, ROWS_STATE: self.relay}

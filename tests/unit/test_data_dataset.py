@@ -99,7 +99,7 @@ def test_the_standard_library_is_enough_to_train_on(tmp_path: Path) -> None:
 
 def resumed(data: StoredData | CachedData, state: dict[str, str], position: int, holes: Sequence[int] = ()) -> str:
     data.load_state_dict(state)
-    return data.resume_at(position, holes, (), 10)
+    return data.continue_segments(position, holes, (), 10)
 
 
 def first_ids(data: StoredData | CachedData, positions: Sequence[int]) -> list[list[int]]:
@@ -190,7 +190,7 @@ def test_a_checkpoint_before_segments(tmp_path: Path) -> None:
     assert first_ids(data, [8]) == [data.order(seed=5, seq_len=16).sequence(8).tolist()]
     with pytest.raises(ValueError, match=r"training\.seed: this run's checkpoint is of a version that did not save it"):
         data.load_state_dict(old)
-        data.resume_at(7, (), ["optimizer.lr", "training.seed"], 10)
+        data.continue_segments(7, (), ["optimizer.lr", "training.seed"], 10)
 
 
 def test_other_stores_and_weights(tmp_path: Path) -> None:
@@ -218,11 +218,11 @@ def test_other_stores_and_weights(tmp_path: Path) -> None:
     limited = stored(epochs=1.0, a=1.0, c=1.0)
     end = limited.order(seed=0, seq_len=16).end
     assert end is not None
-    assert limited.resume_at(0, (), (), end) == ""
+    assert limited.continue_segments(0, (), (), end) == ""
     with pytest.raises(ValueError, match=f"budgets of training.sources end after {end - 40}"):
-        limited.resume_at(40, (), (), end)
+        limited.continue_segments(40, (), (), end)
     limited.load_state_dict(before.state_dict())
-    assert "sequence 40" in limited.resume_at(40, (), (), end)  # budgets begin at the branch
+    assert "sequence 40" in limited.continue_segments(40, (), (), end)  # budgets begin at the branch
     shutil.rmtree(tmp_path / "a")
     gone = stored(b=1.0, c=1.0)
     assert "sequence 40" in resumed(gone, before.state_dict(), 40)

@@ -109,10 +109,11 @@ class _Data:
                 "--checkpoint.initial_load_path RUN/checkpoint/step-N --checkpoint.initial_load_model_only true"
             )
 
-    def resume_at(self, position: int, holes: Sequence[int], changed: Collection[str], sequences: int) -> str:
-        """Begins a new segment at `position`, after the state of a checkpoint was loaded, if its settings differ. Returns a text about it,
-        or "". `holes`: earlier positions that are still to be trained on. `changed`: keys that differ from the saved config.toml.
-        `sequences`: how many the run is still to train on. Raises ValueError if the data cannot be continued."""
+    def continue_segments(self, position: int, holes: Sequence[int], changed: Collection[str], sequences: int) -> str:
+        """Begins a new segment at `position`, after the state of a checkpoint was loaded, if its settings differ; the loader does not move,
+        as it reads by position. Returns a text about it, or "". `holes`: earlier positions that are still to be trained on. `changed`: keys that
+        differ from the saved config.toml. `sequences`: how many the run is still to train on. Raises ValueError if the data cannot be
+        continued."""
         return ""
 
     def validation_orders(self, *, seq_len: int) -> dict[str, StoreOrder | DocumentOrder]:
@@ -143,7 +144,7 @@ class _OrderedData(_Data, ABC):
         self, config: TrainingConfig, tokenizer: Tokenizer, validation_stores: Sequence[tuple[str, Store]]
     ) -> None:
         super().__init__(config, tokenizer, validation_stores)
-        # empty, `segments` is [_own], until a state is loaded or `resume_at` begins one
+        # empty, `segments` is [_own], until a state is loaded or `continue_segments` begins one
         self._segments = list[DataSegment]()
         self._is_old = False  # True: the loaded state is of a version without segments
         self._order: SegmentedOrder | None = None
@@ -191,7 +192,7 @@ class _OrderedData(_Data, ABC):
             self.check_digest(segments[-1].digest)
         self._set(segments)
 
-    def resume_at(self, position: int, holes: Sequence[int], changed: Collection[str], sequences: int) -> str:
+    def continue_segments(self, position: int, holes: Sequence[int], changed: Collection[str], sequences: int) -> str:
         # the position of a checkpoint without its ledger is 0: the later segments of its data are not of this run
         own, before, text = self._own, [each for each in self.segments if each.first <= position], ""
         if self._is_old and (keys := [key for key in changed if key.removeprefix("training.") in own.settings]):
@@ -227,7 +228,7 @@ class _OrderedData(_Data, ABC):
 
     def _set(self, segments: list[DataSegment]) -> None:
         same, self._segments = segments == self.segments, segments
-        continues = segments[-1].continues(self._own)  # else `resume_at` adds one
+        continues = segments[-1].continues(self._own)  # else `continue_segments` adds one
         if continues and not same and self._order is not None and self._loader is not None:
             self._order.set(self.orders())
             self._loader.renew()

@@ -31,12 +31,12 @@ Task = tuple[int, tuple[int, ...], bool]  # slot, positions of one local batch, 
 
 @dataclass(frozen=True)
 class Batch:
-    """One local batch of a rank, for one forward and backward: the sequences at `positions` of `slot` (empty for streams)."""
+    """One local batch of a rank, for one forward and backward: the sequences at `sequence_positions` of `slot` (empty for streams)."""
 
     inputs: Tensor  # [B, T] int64
     labels: Tensor  # [B, T] int64; loss.IGNORED: no target
     slot: int
-    positions: tuple[int, ...]  # numbers of sequences in the data; the `positions` of models are those of tokens
+    sequence_positions: tuple[int, ...]  # in the data
     ends_slot: bool  # True for this rank's last local batch of the slot
     document_starts: Tensor | None = None  # [B, T] int64, with training.document_mask: models.contract.Model.forward
 
