@@ -302,7 +302,7 @@ class Run(Components):
     def nonfinite(self, local: LocalStep, outcome: str = "not applied") -> NonFinite:
         """Returns an error such as "step 80 not applied: rank 1: loss nan at slot 40, positions 40-47"; on all ranks alike. Collective."""
         step = f"step {local.steps_before + 1} {outcome}"
-        ran = [(batch.slot, batch.positions, loss.item()) for batch, loss in local.losses]
+        ran = [(batch.slot, batch.sequence_positions, loss.item()) for batch, loss in local.losses]
         named = [named for part in self.model.parts for named in part.named_parameters()]
         gradients = {name: cast("DTensor", p.grad).to_local() for name, p in named if p.grad is not None}
         texts = gather_texts(self.world, step, describe_nonfinite(self.world.global_rank, ran, gradients))

@@ -79,8 +79,8 @@ def test_all_ranks_together_read_exactly_the_dealt_positions(
         assert [batch.slot for batch in batches] == [slot for slot in slots for _ in range(microbatches)]
         for batch in batches:
             assert batch.inputs.shape == batch.labels.shape == (local_batch_size, SEQ_LEN)
-            assert batch.inputs[:, 0].tolist() == [10 * position for position in batch.positions]
-            read[batch.slot] += batch.positions
+            assert batch.inputs[:, 0].tolist() == [10 * position for position in batch.sequence_positions]
+            read[batch.slot] += batch.sequence_positions
         assert [batch.ends_slot for batch in batches] == [*[False] * (microbatches - 1), True] * len(slots)
     assert read == {slot: list(range(slot, slot + slot_size)) for slot in slots}
 
@@ -111,7 +111,7 @@ def test_reads_ahead_but_not_further_than_told() -> None:
         batches = loader.load([0])
         assert reached.wait(30), "the third batch is read without any being asked for"
         go_on.set()
-        assert [batch.positions for batch in batches] == [(position,) for position in range(8)]
+        assert [batch.sequence_positions for batch in batches] == [(position,) for position in range(8)]
         loader.load([8])
         assert full.wait(30)
     assert max(sequences.asked) == 10, "its thread has ended by now"
@@ -122,7 +122,7 @@ def test_a_later_load_abandons_the_earlier_one() -> None:
         earlier = loader.load([0, 4])
         next(earlier)
         later = loader.load([0, 4])
-        assert [batch.positions for batch in later] == [(0, 1), (2, 3), (4, 5), (6, 7)]
+        assert [batch.sequence_positions for batch in later] == [(0, 1), (2, 3), (4, 5), (6, 7)]
         with pytest.raises(RuntimeError, match=r"^stale iterator: "):
             next(earlier)
         unread = loader.load([0])
@@ -134,12 +134,12 @@ def test_a_later_load_abandons_the_earlier_one() -> None:
 def test_a_failure_reaches_the_step_with_its_cause_and_the_loader_goes_on(num_workers: int) -> None:
     with loader_of(Counting(bad=2), num_workers=num_workers) as loader:
         batches = loader.load([0, 4])
-        assert next(batches).positions == (0, 1)
+        assert next(batches).sequence_positions == (0, 1)
         with pytest.raises(DataFailed, match=r"^reading data failed: (OSError: )?the disk is gone$") as caught:
             next(batches)
         assert isinstance(caught.value.__cause__, OSError)
         assert list(batches) == []
-        assert [batch.positions for batch in loader.load([4])] == [(4, 5), (6, 7)]
+        assert [batch.sequence_positions for batch in loader.load([4])] == [(4, 5), (6, 7)]
 
 
 def test_close_ends_the_thread() -> None:
@@ -165,12 +165,12 @@ def test_workers_give_the_same_batches_and_end(tmp_path: Path) -> None:
         return len(set(multiprocessing.active_children()) - others)
 
     def flat(batches: Iterator[Batch]) -> list[object]:
-        return [(b.slot, b.positions, b.inputs.tolist(), b.labels.tolist()) for b in batches]
+        return [(b.slot, b.sequence_positions, b.inputs.tolist(), b.labels.tolist()) for b in batches]
 
     with loader_of(order) as loader, loader_of(order, num_workers=2) as working:
         assert workers() == 0, "workers start when they are needed"
         abandoned = working.load([40, 44])
-        assert next(abandoned).positions == (40, 41)
+        assert next(abandoned).sequence_positions == (40, 41)
         for slots in ([0, 4], [4000], []):
             assert flat(working.load(slots)) == flat(loader.load(slots))
         assert workers() == 2

@@ -104,7 +104,7 @@ def in_split(texts: list[str], split: str) -> list[str]:
 def test_rows_are_the_split_back_to_back_over_and_over() -> None:
     batches = list(loader_of(FakeStream(TEXTS)).load([0, 4, 8] * 20))
     assert [batch.slot for batch in batches[:6]] == [0, 0, 4, 4, 8, 8]
-    assert all(batch.positions == () for batch in batches)
+    assert all(batch.sequence_positions == () for batch in batches)
     assert rows(iter(batches)) == packed(in_split(TEXTS, "train"), 240)
     with_null = loader_of(FakeStream([*TEXTS[:5], None, *TEXTS[5:]]))
     assert rows(with_null.load([0, 4, 8] * 20)) == rows(iter(batches))

@@ -70,7 +70,7 @@ def test_a_step_without_this_group_names_what_it_left_out_each_time() -> None:
         log=SimpleNamespace(warning=lambda text, *values: said.append(text % values)),
     )
     run.nonfinite = partial(Run.nonfinite, run)
-    losses: Any = [(SimpleNamespace(slot=40, positions=range(40, 48)), torch.tensor(math.nan))]
+    losses: Any = [(SimpleNamespace(slot=40, sequence_positions=range(40, 48)), torch.tensor(math.nan))]
     for step in (4, 5):
         run.manager.begin_step = lambda until, step=step: SimpleNamespace(step=step)
         run.compute_step = lambda _, step=step: LocalStep([8.0], math.nan, False, step, losses)
