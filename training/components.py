@@ -82,7 +82,7 @@ class Components:
         self.inner_steps = config.fault_tolerance.inner_steps  # optimizer steps from one commit to the next
         self.group_folder = group_folder(config.run_folder, config.fault_tolerance, environment)
         self.background_writer = cleanup.enter_context(closing(BackgroundWriter(self.report_storage)))
-        self.events, self.saves_config = Events(self.group_folder, self.background_writer), False
+        self.events, self.config_is_due = Events(self.group_folder, self.background_writer), False
         self.background_writer.register(CONFIG_FILE, self.write_config)
         with self.progress.phase("start"):
             check_same_settings(config, changes, world)
@@ -349,15 +349,16 @@ class Components:
             changes = merge_changes(changes, row.get("changed", row.get("branch", {})))
         return changes
 
-    def save_config(self) -> None:
-        """Writes config.toml in the background writer's thread, which retries it."""
-        self.saves_config = True
+    def request_config(self) -> None:
+        """Has config.toml written by the background writer's thread, which calls `write_config` and retries it."""
+        self.config_is_due = True
         self.background_writer.wake()
 
     def write_config(self) -> None:
-        if self.saves_config and not self.config.checkpoint.load_only:
+        """Writes config.toml if that is due, and the run saves. Raises OSError."""
+        if self.config_is_due and not self.config.checkpoint.load_only:
             save(self.config, self.config.run_folder, batch=self.slot_size)
-            self.saves_config = False
+            self.config_is_due = False
 
     def announce_changes(self) -> None:
         """Announces settings that differ from those of the earlier launches, in the log, on the live page and in the next step's rows."""
@@ -368,9 +369,9 @@ class Components:
             self.events("settings", self.log.step or 0, words=text)
             self.manager.show_event("settings", text)
         else:
-            self.saves_config = True
+            self.config_is_due = True
             self.write_config()
-        self.metrics_processor.record_changes(merge_changes(changes, self.changes), self.save_config)
+        self.metrics_processor.record_changes(merge_changes(changes, self.changes), self.request_config)
 
     def model_states(self) -> dict[str, Stateful]:
         """Returns the model's states in a checkpoint; with a semi_sync_method also those of outer optimizer and local weights."""
@@ -414,7 +415,7 @@ class Components:
         if self.world.global_rank == 0:
             self.background_writer.flush(SYNC_S)  # the rows of the steps before it may be on their way
             changes = self.removed_changes()
-            metrics.record_changes(merge_changes(changes, self.changes) if is_before else changes, self.save_config)
+            metrics.record_changes(merge_changes(changes, self.changes) if is_before else changes, self.request_config)
 
     def reset(self) -> None:
         """Makes the state of a run at step 0."""

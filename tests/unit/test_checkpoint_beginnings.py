@@ -136,13 +136,13 @@ def test_settings_that_a_full_disk_refuses_are_written_later(tmp_path: Path) -> 
     """By the background writer's thread: the step that asks for it goes on."""
     (tmp_path / "run").write_text("a file where the folder should be")
     run = MagicMock(config=RunConfig(job=JobConfig("run", str(tmp_path))), slot_size=8)
-    Components.save_config(run)
+    Components.request_config(run)
     run.background_writer.wake.assert_called_once()
     with pytest.raises(OSError):
         Components.write_config(run)
     (tmp_path / "run").unlink()
     Components.write_config(run)
-    assert (tmp_path / "run/config.toml").exists() and not run.saves_config
+    assert (tmp_path / "run/config.toml").exists() and not run.config_is_due
 
 
 def test_the_summary_of_a_run_that_saves_nothing_names_no_checkpoint() -> None:
