@@ -90,7 +90,8 @@ class MetricsProcessor:
         self._group_scalars: Mapping[str, float] = {}
         self._changes: dict[str, str] = {}  # changed settings, key -> "old -> new", until the next committed step
         self.resume_step = 0  # the step after the checkpoint from which the job resumes
-        self.begin: dict[str, Any] = {}  # in the record of `resume_step`: where in the data this run continues another
+        # position and holes in another run's data, from which this run continues: goes into the row of `resume_step`
+        self.begin: dict[str, Any] = {}
         self._save_config: Callable[[], None] = lambda: None
         self._group_s = dict.fromkeys(GROUP_PHASES, 0.0)  # at the last logging step
 
@@ -124,6 +125,7 @@ class MetricsProcessor:
         rewind = {"back_to": rewound.step, "from": rewound.spiked, "why": rewound.reason} if rewound else {}
         notes: dict[str, Any] = {"changed": changed, "spike": spike, "rewind": rewind}  # in the step's rows
         notes = {name: note for name, note in notes.items() if note}
+        # no key may begin with "validation": see Row in metrics_writer.py
         self._write_metrics(
             step,
             loss=loss,

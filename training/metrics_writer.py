@@ -34,15 +34,17 @@ FORMER_KINDS = {"journals": "metrics", "records": "samples"}  # in checkpoints o
 ROW_BYTES = 1000  # memory of a row, without its text
 
 
-# A key of `scalars` that begins with "validation" makes it the row of a validation.
 class Row(NamedTuple):
+    """One row of a file, or the points of the charts at a step. A key of `scalars` that begins with "validation" makes it the row of a
+    validation, which a step has beside its training row."""
+
     kind: Kind
     step: int
     scalars: Mapping[str, Any]
 
     @property
     def is_validation(self) -> bool:
-        """True for the row of a validation, which its step has beside the training row."""
+        """True for the row of a validation."""
         return any(name.startswith("validation") for name in self.scalars)
 
 
