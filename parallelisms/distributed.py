@@ -148,8 +148,8 @@ def launch_store(store: dist.Store, *, global_rank: int, world_size: int, timeou
 
 @dataclass(frozen=True)
 class World:
-    """This rank's process group: rank, size, device and store. `global_rank`: rank within this replica group, over all axes of its mesh
-    (in ft/: group_rank)."""
+    """This rank's process group: rank, size, device and store. `global_rank`: torch's rank, within this replica group and
+    over all axes of its mesh (in ft/: group_rank; in the log: the number after the group)."""
 
     global_rank: int
     world_size: int
