@@ -22,7 +22,7 @@ usage() {
     "  PYTHON             the Python to use, 3.$oldest to 3.$newest; default: the first of $pythons python3" \
     "  PHAROS_VENV        folder of the virtual environment, default .venv; nodes may share it" \
     "  TORCH_INDEX        index to install torch from; default: a CPU build without an NVIDIA driver, the CUDA build with one" \
-    "  PHAROS_NO_INSTALL  1: install nothing; use PYTHON as it is, and print what it lacks" \
+    "  PHAROS_NO_INSTALL  1: install nothing; use PYTHON as it is (default: python3 of the PATH, not .venv), and print what it lacks" \
     "  NPROC (or NGPU)    ranks on this node; default: one per visible GPU, else 1" \
     "  NNODES             number of nodes, default 1; run the same command on each; a node waits 15 minutes for the others" \
     "  NODE_RANK          this node's rank, 0 to NNODES-1; default: in order of arrival, which may differ between launches" \
