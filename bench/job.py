@@ -1,5 +1,6 @@
 """Processes that benchmarks start and harm: lighthouses, replica groups, forks of a process that has imported torch; and the event logs of
 replica groups (`EventLog`), which ft/recording.py and replica.py write. Everything listens on free ports of the loopback interface.
+Benchmarks import it; it is no command.
 """
 
 from __future__ import annotations

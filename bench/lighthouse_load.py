@@ -1,7 +1,7 @@
 """Simulates replica groups and ranks that send messages without training, for bench/quorum.py, group_votes.py, page.py, tests/dashboard.
 
 A LoadSide does not decode answers, so that the load costs the same CPU time with any lighthouse. That CPU time is measured, too: on few
-cores a fully busy load, not the lighthouse, determines the result.
+cores a fully busy load, not the lighthouse, determines the result. Imported by these, no command.
 """
 
 from __future__ import annotations

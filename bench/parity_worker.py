@@ -1,7 +1,7 @@
 """Work of one rank for bench/parity.py: the reference by one process in plain PyTorch, and a layout's steps compared with it.
 
 Flow: parity.py sends `alone` to one worker per vocabulary, optimizer and document masks, then `beside` to a worker per rank of a case.
-The reference ("truth") does not use parallelisms/ or training/loss.py: mean loss and gradient are torch's own.
+The reference ("truth") does not use parallelisms/ or training/loss.py: mean loss and gradient are torch's own. No command.
 """
 
 from __future__ import annotations

@@ -216,6 +216,8 @@ def restart(replica: Replica) -> None:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) != 8:  # --help, too
+        sys.exit(__doc__)
     made = Replica(*sys.argv[2:])
     {"ours": ours, "torchft": torchft, "restart": restart}[sys.argv[1]](made)
     made.end()

@@ -131,6 +131,24 @@ def test_help_needs_nothing(machine: Machine):
     assert "./scripts/run_train.sh [CONFIG] --help SECTION" in out
 
 
+@pytest.mark.parametrize(
+    ("script", "words"),
+    [
+        ("run_group.sh", "exits 143"),
+        ("run_compat.sh", ".venv-compat"),
+        ("run_checks.sh", "Static checks"),
+        ("lock.sh", "--upgrade"),
+        ("make_proto.sh", "PROTO_PYTHON"),
+    ],
+)
+def test_help_of_a_script_is_its_head_and_starts_nothing(machine: Machine, script: str, words: str):
+    for flag in ("--help", "-h"):
+        code, out, err = machine.run(flag, script=script)
+        assert code == 0 and not err
+        assert words in out and "set -" not in out and "#" not in out
+    assert not machine.calls()
+
+
 def test_first_start_installs_and_second_does_not(machine: Machine):
     machine.tell("known", "torch (2.14.0)\nAvailable versions: 2.14.0, 2.13.0+cpu, 2.13.0\n")
     code, _, err = machine.run("job.toml", "--training.steps", "3")
