@@ -1,4 +1,4 @@
-"""The house's floors: what each package may import, and no cycle of modules. Read from the source, nothing is imported.
+"""Layers of imports: what each package may import, and no cycle of modules. Read from the source, nothing is imported.
 
 A name imported for its type alone, or inside a function, counts too: it is knowledge all the same.
 """
@@ -46,7 +46,7 @@ ALLOWED: dict[str, tuple[set[str], set[str] | None]] = {
     "parallelisms": ({"models.contract", "models.ops"}, {"torch"}),
     "parallelisms.float8": ({"models.contract", "parallelisms"}, {"torch", "torchao"}),
     "training": ({"parallelisms", "models", "ft.optim_state", "ft.device", "ft.children", "ft.seam"}, None),
-    "training.components": ({*PACKAGES}, None),  # a part of train.py: see test_components_are_of_the_top_floor
+    "training.components": ({*PACKAGES}, None),  # a part of train.py: see test_components_are_of_the_top_layer
     "configs": ({"training", "parallelisms", "models", "ft"}, {"tomli", "tomllib", "torch"}),
     "": ({*PACKAGES, "train", "tests.multiproc.pool"}, None),  # ranks that live on, which bench/parity.py needs, too
 }
@@ -63,14 +63,14 @@ COMPAT_IMPORTS = {
 }
 
 
-def test_floors():
+def test_each_package_imports_only_lower_layers():
     bad = [
         f"{path}:{line}: {module} imports {name}" for path, module, line, name in _imports() if not _may(module, name)
     ]
     assert not bad, "\n".join(bad)
 
 
-def test_components_are_of_the_top_floor():
+def test_components_are_of_the_top_layer():
     """They may import all that train.py may, for it alone imports them."""
     users = {module for _, module, _, name in _imports() if name.startswith("training.components")}
     assert users == {"train"}
