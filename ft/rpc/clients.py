@@ -108,8 +108,9 @@ class GroupServerProcess:
 
 
 class GroupClient:
-    """A rank's connection to its group's server, at "http://host:port". Thread-safe. `last_waiting_for_others_at_s`: Seam's, the time of the
-    newest message that the whole group waits for others, or answer of a quorum request. `gone`: set when the server or group has ended."""
+    """A rank's connection to its group's server, at "http://host:port". Thread-safe. `last_waiting_for_others_at_s`: Seam's, the time of
+    the newest message that the whole group waits for others, or answer of a quorum request. `gone`: set when the server or group has
+    ended."""
 
     def __init__(self, address: str, group_rank: int, access: Access | None = None) -> None:
         self.group_rank, self._access = group_rank, access or Access()
@@ -131,7 +132,8 @@ class GroupClient:
             left_s = math.inf if within_s is None else asked_s + within_s - time.monotonic()
             try:
                 answer = self.quorum(call, max(0.01, min(left_s, ASK_S)))
-                self.last_waiting_for_others_at_s = time.monotonic()  # the request of all the group's ranks was answered
+                # the request of all the group's ranks was answered
+                self.last_waiting_for_others_at_s = time.monotonic()
                 return answer
             except TimeoutError as error:
                 waited_s = time.monotonic() - asked_s
