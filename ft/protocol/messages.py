@@ -321,9 +321,7 @@ class Report(Event):
     launched: int = 0  # attempts launched in this quorum; a member with fewer than others is behind
     phase_limit_s: float = 0.0  # limit of the long phase that a rank is in; 0: it is in none, or the limit has passed
     blame: tuple[str, ...] = ()  # as Call.blame, at the time of the report
-    quorum_id: int = (
-        0  # newest quorum of the sender, to which `waiting` and `launched` belong; 0: it has none, or an older version
-    )
+    quorum_id: int = 0  # newest one of the sender, to which `waiting` and `launched` belong; 0: none, or an older version
 
 
 class Leave(Event):

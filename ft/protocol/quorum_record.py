@@ -135,9 +135,8 @@ class QuorumRecord:
 
     def on_report(self, report: m.Report, now_s: float) -> None:
         if report.quorum_id not in (0, self.quorum.quorum_id):
-            report = replace(
-                report, waiting=False, launched=0
-            )  # it has not reported from this quorum yet, and may hang
+            # it has not reported from this quorum yet, and may hang
+            report = replace(report, waiting=False, launched=0)
         replica_id, before = report.replica_id, self._reports.get(report.replica_id)
         self._reports[replica_id] = report
         advanced = before is None or (before.launched, before.step) != (report.launched, report.step)
