@@ -132,9 +132,8 @@ class Timeouts:
     # wait of a member for others, which then are lost (sooner where most members wait); of ranks for one of their group, which then ends;
     # for a group to request a quorum after the others have continued without it, which then is lost
     stall_s: float = 60.0
-    collective_s: float = (
-        600.0  # age of the oldest operation between groups, at which its generation fails; a last resort
-    )
+    # age of the oldest operation between groups, at which its generation fails; a last resort
+    collective_s: float = 600.0
 
     def incompatible_timeouts(self, theirs: Timeouts) -> list[str]:
         """Returns the reasons why a group with these timeouts may not join a lighthouse that has `theirs`; empty: it may."""
@@ -321,7 +320,7 @@ class Report(Event):
     launched: int = 0  # attempts launched in this quorum; a member with fewer than others is behind
     phase_limit_s: float = 0.0  # limit of the long phase that a rank is in; 0: it is in none, or the limit has passed
     blame: tuple[str, ...] = ()  # as Call.blame, at the time of the report
-    quorum_id: int = 0  # newest one of the sender, to which `waiting` and `launched` belong; 0: none, or an older version
+    quorum_id: int = 0  # the sender's, to which `waiting` and `launched` belong; 0: none, or an older version
 
 
 class Leave(Event):
