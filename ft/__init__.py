@@ -10,8 +10,8 @@ Where is a gradient reduced? In the backward, on autograd's thread, by the param
 Who decides a commit? Each group for itself: the worst vote of its ranks wins. Groups do not vote with each other: a complete sum, whose
     tail says that all can contribute, is the same in all of them.
     -> protocol/step.py:StepMachine._vote_on_commit, protocol/group.py:GroupMachine._tally_votes
-A death between vote and commit? Groups whose sums completed commit with them; the others fail, and heal from these groups in the
-    next quorum. A step that only the dead group had committed is repeated.
+A death between vote and commit? Groups whose sums completed commit the dead group's part, too. The others fail, and heal from these
+    in the next quorum. A step that only the dead group had committed is repeated.
     -> protocol/rules.py:decide, protocol/step.py:StepMachine._commit, protocol/step.py:StepMachine._fail
 How does a joiner know that bytes are right? By a digest of each chunk, the layout, a token that the offer was valid to the end, and
     equal digests of two sources; its step and commit ids must be the quorum's. Later steps compare weights.
@@ -26,7 +26,7 @@ Which timeouts exist? Seven settings, described in Timeouts. What is no setting 
     rpc/, of stalls and sit-outs in protocol/, of the start in membership.py; also in healer.py, healing/ and process_groups/.
     -> protocol/messages.py:Timeouts, protocol/quorum_record.py:QuorumRecord.find_stalled, agreement.py:Agreement.joint_vote_s
 How do the ranks of a group agree on an error? One whose sums failed votes at the group server, which fails the attempt for all. Then
-    all all-reduce their votes; unless all are yes, each votes at the server, and follows its outcome.
+    the ranks all-reduce their votes; unless all are yes, each votes at the server, and follows its outcome.
     -> agreement.py:Agreement.outcome, protocol/group.py:GroupMachine._decide, protocol/step.py:StepMachine._on_outcome
 How is a kind of process group added? By a subclass with KIND, DEVICE and `_build`, which returns an Engine; the docstring of
     process_groups/base.py lists all other places.
