@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from tests.simulator.cluster import Cluster
     from tests.simulator.servers import GroupNode
 
-HANGS = ("call", "forward", "reduction", "vote")
+HANGS = ("call", "forward", "reduction", "vote", "configured")
 
 
 class Harm:
@@ -126,6 +126,7 @@ class Harm:
         group.harmed = True
         trainer = group.ranks[int(fault.share * 7) % len(group.ranks)].trainer
         trainer.hang_at = HANGS[int(fault.share * 64) % len(HANGS)]
+        trainer.holds_interpreter = bool(int(fault.share * 512) % 2)
 
         def end() -> None:
             if kills or int(fault.share * 256) % 2:

@@ -57,6 +57,17 @@ class Given:
     tokens: dict[int, float]
 
 
+@dataclass(frozen=True)
+class RankReport:
+    """What a rank last told its group's server of itself."""
+
+    quorum_id: int = 0
+    launched: int = 0
+    waiting: bool = False
+    past_sums: bool = False
+    waits_since_s: float = 0.0
+
+
 NOTHING = Given((), {}, {})
 
 
@@ -91,6 +102,7 @@ class RankNode:
         self.launched = 0  # reductions in the newest quorum
         self.waiting = self.past_sums = False
         self.waits_since_s = 0.0
+        self.report = RankReport()
         self.word_s = -math.inf  # when its server last said that the group waits for others
         self._still_s = 0.0  # without a step, and without that word
         self._may_be_still_s = FIRST_STEP_S
@@ -146,6 +158,13 @@ class RankNode:
         self.process.at_death.append(lambda: self.network.forget(self.process))
         self.trainer.begin()
         self._tick()
+        self._tell()
+
+    def _tell(self) -> None:
+        """Reports twice a beat, as the thread "ft-report" does, which stands still with a trainer that holds the interpreter."""
+        if not (self.trainer.hangs and self.trainer.holds_interpreter):
+            self.report = RankReport(self.quorum_id, self.launched, self.waiting, self.past_sums, self.waits_since_s)
+        self.world.after(self.cluster.times.beat_s / 2, self.process, self._tell)
 
     def _hear(self, message: m.Event) -> None:
         """From the group's server."""
@@ -174,6 +193,11 @@ class RankNode:
             else:
                 self.trainer.queue.append(effect)
         self.trainer.run()
+
+    @property
+    def quorum_id(self) -> int:
+        """Of the newest quorum that it knows; 0: of none."""
+        return self._quorum.quorum_id if self._quorum else 0
 
     @property
     def is_member(self) -> bool:
@@ -273,7 +297,8 @@ class RankNode:
         """The fetch begins last: the others wait for the group, not for its state."""
         if quorum.heal:
             self._fetch(quorum)
-        self.trainer.go_on(event)
+        if not self.trainer.hangs_in("configured", lambda: self.trainer.go_on(event)):
+            self.trainer.go_on(event)
 
     def _meet(self, quorum: m.QuorumResult) -> None:
         """The rendezvous: stands when all are there, is given up on a notice or after its time."""

@@ -324,7 +324,7 @@ class GroupNode:
                 self._do[type(effect)](effect)
 
     def _tick(self) -> None:
-        since_s = max(rank.waits_since_s for rank in self.ranks) if self._waits_in_sums else None
+        since_s = max(rank.report.waits_since_s for rank in self.ranks) if self._waits_in_sums else None
         if since_s != self._awaits_s:
             for awaited in (False, True):
                 if awaited == (since_s is not None) or self._awaits_s is not None:
@@ -493,14 +493,21 @@ class GroupNode:
             self._waits_in_sums,
             0.3,
             self._settled(),
-            min(rank.launched for rank in self.ranks),
+            min(rank.report.launched if self._is_current(rank) else 0 for rank in self.ranks),
             phase_limit_s=2 * self.cluster.times.heal_grace_s * any(rank.fences for rank in self.ranks),
             blame=tuple(sorted({other for rank in self.ranks for other in rank.prober.unreachable})),
+            quorum_id=self.machine.quorum.quorum_id if self.machine.quorum else 0,
         )
+
+    def _is_current(self, rank: RankNode) -> bool:
+        """Its last report is of the group's quorum, as rpc/group_server.py has it."""
+        return self.machine.quorum is not None and rank.report.quorum_id == self.machine.quorum.quorum_id
 
     @property
     def _waits_in_sums(self) -> bool:
-        return all(rank.waiting or rank.past_sums for rank in self.ranks) and any(rank.waiting for rank in self.ranks)
+        told = [rank.report for rank in self.ranks if self._is_current(rank)]
+        inside = len(told) == len(self.ranks) and all(one.waiting or one.past_sums for one in told)
+        return inside and any(one.waiting for one in told)
 
     def _settled(self) -> int:
         return max(rank.machine.settled for rank in self.ranks)

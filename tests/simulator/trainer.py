@@ -34,8 +34,9 @@ class Trainer:
         self.wish = False  # some rank of the group was asked to leave, and its ranks have told each other
         self.queue: deque[m.Effect] = deque()
         self._running = False
-        self.hang_at = ""  # where it is to hang next: call, forward, reduction, vote
+        self.hang_at = ""  # where it is to hang next: call, configured, forward, reduction, vote
         self.hangs = False
+        self.holds_interpreter = False  # when it hangs: its process reports nothing more
         self._wakes: Callable[[], None] = lambda: None
         self._late, self._dice = rank.cluster.setting.late_threads, rank.cluster.dice_of_threads
         self._summed = False  # this step's figures are summed over the group's ranks
@@ -47,6 +48,8 @@ class Trainer:
         self.hang_at, self.hangs, self._wakes = "", True, go_on
         self.waits = ("a hang", place)
         self.rank.world.seen[f"hang: {place}"] += 1
+        if self.holds_interpreter and self.rank.report.quorum_id not in (0, self.rank.quorum_id):
+            self.rank.world.seen["hang: the last report is of an older quorum"] += 1
         return True
 
     def wake(self) -> None:
