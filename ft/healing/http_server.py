@@ -252,9 +252,10 @@ class _Connection:
         for chunk in range(first, last + 1):
             self._wait_for_room()  # usually for a whole chunk, which is then sent without a copy
             with offer.reading():
-                live = offer.direct(chunk, chunk)
+                again = offer.was_sent(request.joiner, chunk)
+                live = None if again else offer.direct(chunk, chunk)
                 memory = live or offer.read(chunk, staging)
-                rest = self._send_at_once([memory, memoryview(offer.digest_of(chunk, memory))])
+                rest = self._send_at_once([memory, memoryview(offer.digest_of(chunk, memory, anew=again))])
                 if live is not None and len(rest) == 2:  # the live memory may change once `reading` has ended
                     staging.view[: len(rest[0])] = rest[0]
                     rest[0] = staging.view[: len(rest[0])]

@@ -11,6 +11,9 @@ From the first byte until `fetch` returns, the joiner's tensors are a mixture: i
 A StateOffer knows which joiner still needs which chunk, and how many threads are reading the live tensors. `fence` waits until few enough
 bytes are unsent and no thread reads, and copies the unsent chunks aside; from then on joiners are served from the copies. If that does not
 succeed in time, the offer is withdrawn: each reply ends with a *validity token*, which is then missing, so joiners discard what they have.
+
+A forward may still write to offered buffers (BatchNorm's statistics): a chunk's digest, made for one joiner, is then not that of the bytes
+sent to another, which requests the chunk again. What a joiner requests again is copied, and its digest is that of the copy.
 """
 
 from __future__ import annotations
@@ -212,6 +215,7 @@ class StateOffer:
         self.digests: dict[int, bytes] = {}  # digests of all chunks that were ever read
         self._expected = joiners
         self._wants: dict[str, set[int]] = {}  # by joiner: chunks that were not sent yet, or are to be sent again
+        self._sent: dict[str, bytearray] = {}  # by joiner that lacks chunks: for each chunk 1 if it was sent before
         self.aside: dict[int, memoryview] | None = None  # copies of unsent chunks; None: no fence yet
         self._reading, self._copying = 0, False  # threads inside `reading`; True: a fence lets no more in
         self._changed = threading.Condition()
@@ -231,7 +235,11 @@ class StateOffer:
         """Sets the chunks that this joiner still lacks, whichever source it will request them from; empty: it has verified everything.
         Chunks that were not copied at a fence do not count: this source cannot send them, and no fence may wait for them."""
         with self._changed:
-            self._wants[name] = self._available(chunks)
+            self._wants[name] = wanted = self._available(chunks)
+            if not wanted:
+                self._sent.pop(name, None)
+            elif name not in self._sent:
+                self._sent[name] = bytearray(self.manifest.chunks)
             self._changed.notify_all()
 
     def _available(self, chunks: Iterable[int]) -> set[int]:
@@ -240,7 +248,15 @@ class StateOffer:
     def sent(self, name: str, chunks: Iterable[int]) -> None:
         with self._changed:
             self._wants[name].difference_update(chunks)
+            if flags := self._sent.get(name):
+                for chunk in chunks:
+                    flags[chunk] = 1
             self._changed.notify_all()
+
+    def was_sent(self, name: str, chunk: int) -> bool:
+        """Returns True if this joiner requests the chunk again: the bytes that it received have another digest."""
+        flags = self._sent.get(name)
+        return flags is not None and flags[chunk] == 1
 
     @contextmanager
     def reading(self) -> Iterator[None]:
@@ -273,7 +289,11 @@ class StateOffer:
         place[:] = memory
         return place
 
-    def digest_of(self, chunk: int, memory: memoryview) -> bytes:
+    def digest_of(self, chunk: int, memory: memoryview, *, anew: bool = False) -> bytes:
+        """Returns the digest that was made for the first joiner; `anew`: makes it from `memory`, which must be a copy."""
+        if anew:
+            self.digests[chunk] = digest = chunk_digest(chunk, memory)
+            return digest
         return self.digests.get(chunk) or self.digests.setdefault(chunk, chunk_digest(chunk, memory))
 
     @property
@@ -350,4 +370,5 @@ class StateOffer:
             source = self.body.read(chunk, staging)
             copies[chunk] = torch.empty(len(source), dtype=torch.uint8).numpy().data
             copies[chunk][:] = source
+            self.digests.pop(chunk, None)  # made before the forward, which may have changed buffers
         return copies

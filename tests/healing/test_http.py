@@ -20,7 +20,7 @@ import torch
 from ft.healing.capture import StateRegistry
 from ft.healing.format import CHUNK_BYTES
 from ft.healing.http_server import MAX_CONNECTIONS, HealServer
-from ft.healing.http_transport import HttpFetch, HttpTransport
+from ft.healing.http_transport import MAX_DAMAGED, HttpFetch, HttpTransport
 from ft.healing.transport import MAX_JOINERS, Fenced, HealConfig, HealEndpoint, HealFailed, StateOffer, TooManyJoiners
 from ft.rpc.access import Access
 from tests.healing.http_world import MIB, QUICK, TOKEN, World, commit, heal
@@ -254,6 +254,39 @@ def test_a_commit_copies_aside_what_is_unsent(world: World, caplog: pytest.LogCa
     assert not source.is_fully_sent
     gate.set()
     healing.result(30)
+    assert equal(joiner.loaded["model"], before) and "damaged" not in caplog.text
+
+
+@pytest.mark.parametrize(("chunks", "failures"), [(1, 0), (MAX_DAMAGED + 2, 1)])
+def test_buffers_that_a_forward_changes_between_two_joiners(
+    world: World, caplog: pytest.LogCaptureFixture, chunks: int, failures: int
+):
+    """The second joiner gets the digests that were made for the first one, with newer bytes, and requests these chunks again."""
+    config, group = HealConfig(heal_streams=1), large(1)
+    source = world.source(group, joiners=["i", "j", "k"])
+    heal(world.transport("i", config=config), large(2), source)
+    group.values["model"]["weights"][: chunks * CHUNK_BYTES // 4 - 100].add_(1)  # as a forward does
+    transport, joiner = world.transport("j", config=config), large(3)
+    for _ in range(failures):
+        with pytest.raises(HealFailed, match="chunks were damaged"):
+            heal(transport, joiner, source)
+    heal(transport, joiner, source)
+    assert equal(joiner.loaded, group.values) and "damaged" in caplog.text
+    caplog.clear()
+    heal(world.transport("k", config=config), joiner := large(4), source)
+    assert equal(joiner.loaded, group.values) and "damaged" not in caplog.text
+
+
+def test_a_commit_copies_aside_what_a_forward_has_changed(world: World, caplog: pytest.LogCaptureFixture):
+    """A repeated fetch would find most chunks gone, so none of the copies may have an older digest."""
+    group, joiner = large(1), large(3)
+    source = world.source(group, joiners=["i", "j"])
+    heal(world.transport("i"), large(2), source)
+    group.values["model"]["weights"].add_(1)
+    before = {name: tensor.clone() for name, tensor in group.values["model"].items()}
+    assert source.fence() is Fenced.COPIED
+    commit(group)
+    heal(world.transport("j"), joiner, source)
     assert equal(joiner.loaded["model"], before) and "damaged" not in caplog.text
 
 
