@@ -42,6 +42,7 @@ from ft.addresses import advertised
 from ft.buckets import BufferPool, to_local
 from ft.compat.transports import HTTPTransport, PGTransport
 from ft.config import Environment, group_name
+from ft.digest import compared
 from ft.gradients import Gradients
 from ft.healing.transport import Transport
 from ft.membership import ReplicaGroupConfig
@@ -372,7 +373,7 @@ class Manager:
         self._user = (load_state_dict, state_dict)
 
     def heal_from_one(self) -> None:
-        """Makes heals use a single source, as groups also register state that differs between them (local_sgd.py). Not in torchft."""
+        """Makes heals use a single source, as groups also have state that differs between them (local_sgd.py, `attach`). Not in torchft."""
         self.core.healer.one_source = True
 
     def disallow_state_dict_read(self) -> None:
@@ -414,6 +415,8 @@ class Manager:
     def attach(self, model_parts: Sequence[nn.Module]) -> None:
         """Registers modules whose gradients are reduced (DistributedDataParallel). To be called before the first quorum."""
         self.core.attach(model_parts)
+        if any(len([*compared([part])]) > len([*part.parameters()]) for part in model_parts):
+            self.heal_from_one()  # a forward may write to persistent buffers, so that they differ between groups
         parameters = [parameter for part in model_parts for parameter in part.parameters()]
         self._parameters = [*dict.fromkeys([*self._parameters, *parameters])]  # modules may share some
 

@@ -60,7 +60,7 @@ class HttpTransport(Transport):
         self.access = access
         self._shown: StateOffer | None = None  # newest offer, even if withdrawn: joiners are told the reason
         self._fetched = ""  # path of the newest fetch
-        # source -> reason of its newest failure in these fetches: a repeated one is logged once
+        # source -> reason of its newest failure in these fetches: a repeated one is logged once; both sources -> that they differ
         self.logged = dict[str, str]()
         self._server = HealServer(host, access, lambda: self._shown, silence_s=self.config.heal_grace_s)
         self.address = self._server.address
@@ -330,13 +330,15 @@ class HttpFetch:
             one, other = self._digests.values()
             self._equal = one == other
             self._lock.notify_all()
-        if not self._equal:
+        pair = " and ".join(one.replica_id for one in self._sources)
+        if not self._equal and pair not in self._logged:
+            self._logged[pair] = "they differ"
             at = next(place for place in range(len(one)) if one[place] != other[place])
             names = [manifest.entries[i].name for i, _, _ in manifest.pieces(*manifest.span(at // DIGEST_BYTES))]
             where = " or ".join(names) if len(names) < 3 else f"{names[0]} to {names[-1]}"
             log.error(
                 "%s hold different states, first in %s: healing from one of them only; which one is right is unknown here",
-                " and ".join(one.replica_id for one in self._sources),
+                pair,
                 where,
             )
 

@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch._C._distributed_c10d import TCPStore
 
-from ft import LighthouseServer, Manager, ProcessGroupGloo
+from ft import DistributedDataParallel, LighthouseServer, Manager, ProcessGroupGloo
 from ft.compat import manager as torchft_manager
 from ft.process_groups.base import GroupWork, Operation
 from ft.process_groups.errors import ProcessGroupError
@@ -47,6 +48,19 @@ def test_gradients_add_up_in_no_sync(alone: Group):
     assert alone.model.a.grad.tolist() == [3 * A] * 3
     alone.optimizer.step()
     assert alone.manager.current_step() == 1 and alone.model.a.tolist() == [-3 * A] * 3
+
+
+@pytest.mark.parametrize(("kept", "one"), [(None, False), (False, False), (True, True)])
+def test_buffers_that_a_forward_changes_come_from_one_group(lighthouse: LighthouseServer, kept: bool | None, one: bool):
+    """Groups have different ones, so that two sources would never agree. `kept`: the buffer is part of the state; None: there is none."""
+    module = nn.Linear(2, 2)
+    if kept is not None:
+        module.register_buffer("mean", torch.zeros(2), persistent=kept)
+    given = {"lighthouse_addr": lighthouse.address(), "replica_id": f"buffers-{kept}", "dies_with_group": False}
+    manager = Manager(ProcessGroupGloo(), None, None, 1, **given)
+    DistributedDataParallel(manager, module)
+    assert manager.core.healer.one_source == one
+    manager.shutdown()
 
 
 def test_a_second_backward_says_what_to_do(alone: Group):

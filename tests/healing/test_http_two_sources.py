@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 import torch
 
+from ft.healing.format import DIGEST_BYTES
 from ft.healing.http_transport import is_too_slow
-from ft.healing.transport import Fenced, HealConfig
+from ft.healing.transport import Fenced, HealConfig, StateSource
 from tests.healing.http_world import MIB, World, commit, heal
 from tests.healing.proxy import Spoil, as_it_is, cut, hold
 from tests.healing.states import equal, large
@@ -121,6 +122,18 @@ def test_sources_of_which_one_has_a_flipped_bit(world: World, flipped: str, capl
     assert equal(joiner.loaded, one.values) and late.passed < MIB
     [said] = errors()
     assert said.startswith("source-0 and source-1 hold different states, first in model/") and flipped in said
+
+
+def test_sources_that_differ_are_reported_once_for_an_offer(world: World, caplog: pytest.LogCaptureFixture):
+    """However often a fetch is repeated."""
+    transport, view = world.transport("j"), large(2, chunks=2).view()
+    sources = [StateSource(name, "") for name in ("a:1", "b:1")]
+    for quorum_id in (3, 3, 4):
+        fetch = transport._make_fetch(sources, view, quorum_id, 7, None)
+        fetch._agree(view.manifest.encode())
+        for source, digit in zip(sources, (b"0", b"1"), strict=True):
+            fetch._compare(source, digit * DIGEST_BYTES * view.manifest.chunks)
+    assert [record.levelname for record in caplog.records] == ["ERROR"] * 2
 
 
 def test_sources_that_are_compared_after_their_fence(world: World):
