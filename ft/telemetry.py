@@ -112,6 +112,7 @@ class ManagerTelemetry:
         self.step_seconds: deque[float] = deque(maxlen=KEPT)
         self._began_s = self.committed_at_s = clock()
         self.mean_loss = 0.0  # of the newest step
+        self._failure = ""  # reason of the newest failed step
 
     @property
     def median_step_s(self) -> float:
@@ -138,9 +139,12 @@ class ManagerTelemetry:
             self._record_event(name, self._step(), **what)
 
     def failed(self, reason: str) -> None:
-        """Reports that a generation failed, and with it the attempt at a step."""
+        """Reports that a generation failed, and with it the attempt at a step. A retry that fails for the same reason is logged once."""
         self.event("failed", reason=reason)
         if self._group_rank == 0:
+            if reason != self._failure:
+                self._failure = reason
+                log.warning("a step failed: %s", reason)
             self._show_event("commit", self._step() // self._inner_steps, f"a step failed: {reason}")
 
     def quorum(self, quorum: m.QuorumResult) -> None:

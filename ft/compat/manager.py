@@ -56,6 +56,8 @@ from ft.seam import Commit
 from ft.user_allreduce import UserAllreduce
 
 T = TypeVar("T")
+NOT_REDUCED = frozenset({torch.int16, torch.uint16, torch.uint32, torch.uint64})
+NOT_REDUCED_BY_GLOO = frozenset(dtype for name, dtype in vars(torch).items() if name.startswith("float8_"))
 IGNORED = {  # arguments of torchft without effect here, with the reason
     "use_async_quorum": "a quorum is requested only after a change, and before the body, whose batch depends on it",
     "enable_error_bus": "the lighthouse always notifies the other groups of a loss or error at once (docs/torchft.md)",
@@ -187,7 +189,7 @@ class Manager:
                 # groups with different spares would send tails of different sizes
                 ("world_size_mode and min_replica_size", str(config.max_active_groups)),
             ),
-            gradients=Gradients(shared=pg.IN_CHILD, device=pg.DEVICE),
+            gradients=Gradients(shared=pg.IN_CHILD, device=pg.DEVICE or "cpu"),
             observer=observer,
         )
         for name, value in dict(use_async_quorum=use_async_quorum, enable_error_bus=enable_error_bus).items():
@@ -267,12 +269,14 @@ class Manager:
         reduction does, the tensor keeps its values until the step is retried, or should_commit returns False. Each group's body calls it
         for the same tensors in the same order. `should_quantize`: reduce in int8 (quantized.py); rounding errors are lost, unless
         `feedback` adds them to the next reduction. `repeat`: False if the result is copied, where a retry would not write: a failure then
-        drops the step in all groups. Raises ValueError for other reductions, and for means of integers."""
+        drops the step in all groups. Raises ValueError for other reductions, for means of integers, and for a tensor on a device or of a
+        dtype that the process group cannot reduce."""
         op = reduction(reduce_op)
         if op not in ("AVG", "SUM"):
             raise ValueError(f"allreduce: reduce_op = {op}: must be AVG or SUM, because absent groups contribute zeros")
         if not self._body:
             raise RuntimeError("allreduce without start_quorum")
+        _check_reducible(self._pg, tensor, quantized=should_quantize)
         if self._is_decided and self._commit is None:  # others may be in the next body, with different reductions
             work = GroupWork("AllReduce", [tensor])
             work.end(None)
@@ -413,7 +417,12 @@ class Manager:
         self.core.close()
 
     def attach(self, model_parts: Sequence[nn.Module]) -> None:
-        """Registers modules whose gradients are reduced (DistributedDataParallel). To be called before the first quorum."""
+        """Registers modules whose gradients are reduced (DistributedDataParallel). To be called before the first quorum. Raises ValueError
+        for a parameter that the process group cannot reduce."""
+        for part in model_parts:
+            for parameter in part.parameters():
+                if parameter.requires_grad:
+                    _check_reducible(self._pg, parameter)
         self.core.attach(model_parts)
         if any(len([*compared([part])]) > len([*part.parameters()]) for part in model_parts):
             self.heal_from_one()  # a forward may write to persistent buffers, so that they differ between groups
@@ -483,6 +492,21 @@ def _seconds(variable_s: int | None, given: timedelta | None) -> float | None:
     if variable_s is not None:
         return float(variable_s)
     return None if given is None else given.total_seconds()
+
+
+def _check_reducible(pg: ProcessGroup, tensor: Tensor, *, quantized: bool = False) -> None:
+    """Raises ValueError for a tensor that the process group can never reduce: its failure would be repeated for ever, as that of a peer."""
+    device, needed = to_local(tensor.detach()).device, pg.DEVICE
+    if needed and device.type != needed:
+        nearest = "ProcessGroupNCCL" if device.type == "cuda" else "ProcessGroupGloo"
+        raise ValueError(
+            f"a tensor of shape {tuple(tensor.shape)} on {device}: {type(pg).__name__} reduces tensors on {needed}; nearest: {nearest}"
+        )
+    unsupported = NOT_REDUCED | (NOT_REDUCED_BY_GLOO if "gloo" in pg.KIND else frozenset())
+    if tensor.dtype in unsupported and not quantized:
+        raise ValueError(
+            f"a tensor of {tensor.dtype}: {type(pg).__name__} cannot reduce it; pass a copy of another dtype"
+        )
 
 
 def _resolve(hostname: str) -> str:

@@ -20,7 +20,7 @@ class ProcessGroupDummy(ProcessGroup):
     """A process group without peers: each operation ends at once, with outputs made of this member's inputs (an all-reduce changes
     nothing). For code that requires a process group before there is one, such as DDP's constructor."""
 
-    KIND = "ft_dummy"
+    KIND, DEVICE = "ft_dummy", ""
 
     def __init__(self, rank: int = 0, size: int = 1) -> None:
         super().__init__()

@@ -396,7 +396,7 @@ class ProcessGroup(Collectives):
     `timeout`: seconds (or a timedelta) for an operation, which notices normally interrupt earlier; `rendezvous_s`: timeout of forming."""
 
     KIND = "ft"
-    DEVICE: Literal["cpu", "cuda"] = "cpu"  # type of device whose tensors it reduces
+    DEVICE: Literal["cpu", "cuda", ""] = "cpu"  # type of device whose tensors it reduces; "": any
     IN_CHILD = False  # True: operations run in a child process, which uses tensors from shared.empty without a copy
 
     def __init__(self, timeout: timedelta | float = 60.0, *, rendezvous_s: float = 10.0) -> None:

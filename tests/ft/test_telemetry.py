@@ -107,3 +107,15 @@ def test_the_first_step_is_a_long_phase(clock: Clock):
     clock.now_s -= 101
     one.first_began_s = math.inf
     assert one.status(1.0) == Status()
+
+
+def test_a_reason_for_which_every_retry_fails_is_logged_once(clock: Clock, caplog: pytest.LogCaptureFixture):
+    one, other_rank = made(0, clock), made(1, clock)
+    for reason in ("b is lost", "b is lost", "AllReduce: Invalid scalar type", "b is lost"):
+        one.failed(reason)
+        other_rank.failed(reason)
+    assert [record.getMessage() for record in caplog.records] == [
+        "a step failed: b is lost",
+        "a step failed: AllReduce: Invalid scalar type",
+        "a step failed: b is lost",
+    ]

@@ -129,6 +129,31 @@ def test_means_and_sums_before_and_after_the_backward(alone: Group):
     assert manager.allreduce(torch.ones(1)).get_future().wait()[0].item() == 1.0
 
 
+@pytest.mark.parametrize(
+    ("tensor", "message"),
+    [
+        (torch.ones(3, dtype=torch.int16), r"torch\.int16: ProcessGroupGloo cannot reduce it"),
+        (torch.ones(3).to(torch.float8_e4m3fn), r"torch\.float8_e4m3fn"),
+        (torch.ones(3, device="meta"), r"\(3,\) on meta: ProcessGroupGloo reduces tensors on cpu"),
+    ],
+    ids=["int16", "float8", "meta"],
+)
+def test_a_tensor_that_can_never_be_reduced_is_refused(alone: Group, tensor: torch.Tensor, message: str):
+    """Its reduction would fail in each generation, in all groups, and should_commit would never return."""
+    manager = alone.manager
+    manager.start_quorum()
+    with pytest.raises(ValueError, match=message):
+        manager.allreduce(tensor, reduce_op=dist.ReduceOp.SUM)
+    with pytest.raises(ValueError, match="on meta"):
+        manager.attach([nn.Linear(2, 2, device="meta")])
+    assert manager.should_commit()
+    manager.start_quorum()
+    for dtype in (torch.bool, torch.int8, torch.uint8, torch.int32, torch.complex64, torch.bfloat16):
+        value = torch.ones(3, dtype=dtype)
+        assert manager.allreduce(value, reduce_op=dist.ReduceOp.SUM).wait() and value.all()
+    assert manager.should_commit()
+
+
 def test_a_sum_that_fails_after_the_step_leaves_its_memory_alone(lighthouse: LighthouseServer):
     """Its engine may write to that memory for a while yet: the next sum of its size takes another."""
     sums: list[torch.Tensor] = []
