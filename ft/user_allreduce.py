@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from contextlib import nullcontext
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -17,6 +18,18 @@ from ft.buckets import BufferPool, to_local
 from ft.device import streams_of
 from ft.process_groups.base import GroupWork
 from ft.quantized import CollectiveQueue, ErrorFeedback
+
+
+class QueuedWork(GroupWork):
+    """A work whose result may still be queued on a stream when it ends. `wait` blocks the caller's current stream until it is written."""
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        ended = super().wait(timeout)
+        if ended:
+            self.get_future().wait()  # on the host it returns at once
+        return ended
+
+    synchronize = block_current_stream = wait
 
 
 class UserAllreduce:
@@ -46,7 +59,7 @@ class UserAllreduce:
         self._sum: Tensor | None = None  # buffer of the current attempt
         self._written = False
         self._num_participants = 1
-        self.work = GroupWork("AllReduce", [tensor])
+        self.work = QueuedWork("AllReduce", [tensor])
         streams = streams_of(tensor.device)
         self._on_stream = streams.stream(streams.current_stream(tensor.device)) if streams else nullcontext()
 
@@ -64,6 +77,8 @@ class UserAllreduce:
         self, via: dist.ProcessGroup | CollectiveQueue, num_participants: int, *, contributes: bool
     ) -> dist.Work:
         """Reduces the tensor's original values, or zeros. The first attempt ends `work`; `finish` writes a retry's result."""
+        if self.work.is_completed():
+            self.work.wait()  # the first attempt may have queued its write, and that of `_original`, on another stream
         self._sum, self._num_participants, self._written = self._buffers.take(self._tensor), num_participants, False
         if contributes:
             self._sum.copy_(self._tensor if self._original is None else self._original)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import nn
 
+from ft.buckets import BufferPool
 from ft.gradients import Gradients
+from ft.user_allreduce import UserAllreduce
 from tests.unit.gradient_groups import World, fail, finish, members, open_all
 
 
@@ -28,6 +32,43 @@ def test_a_mean_and_a_sum():
         team[0].gradients.all_reduce(tensors[0])
     with pytest.raises(ValueError, match=r"torch\.int64"):
         team[0].gradients.all_reduce(counts[0])
+
+
+class FakeFuture:
+    """One that tells who has waited for it: on a GPU a wait is one of the caller's stream."""
+
+    waited_for: list[FakeFuture] = []  # noqa: RUF012 (of the test)
+
+    def __init__(self, devices: list[torch.device]) -> None:
+        self._callbacks: list[Callable[[FakeFuture], object]] = []
+        self._done = False
+
+    def add_done_callback(self, callback: Callable[[FakeFuture], object]) -> None:
+        if self._done:
+            callback(self)
+        self._callbacks.append(callback)
+
+    def set_result(self, value: object) -> None:
+        self._done = True
+        for callback in self._callbacks:
+            callback(self)
+
+    def wait(self) -> None:
+        self.waited_for.append(self)
+
+
+def test_who_waits_for_a_result_or_sums_again_waits_for_what_is_queued(monkeypatch: pytest.MonkeyPatch):
+    """The work ends when its result is queued on the stream of its call; others may read the tensor, and a retry its first values."""
+    monkeypatch.setattr("ft.process_groups.base.Future", FakeFuture)
+    monkeypatch.setattr(FakeFuture, "waited_for", waited_for := [])
+    value = torch.ones(2)
+    one = UserAllreduce(value, BufferPool(shared=False), mean=True, keep=True, after_buckets=False)
+    queued = one.work.get_future()
+    one.launch(World(1).groups[0], 2, contributes=True)  # type: ignore[arg-type]
+    assert value.tolist() == [0.5, 0.5] and not waited_for
+    assert one.work.wait() and waited_for == [queued]
+    one.launch(World(1).groups[0], 2, contributes=True)  # type: ignore[arg-type]
+    assert waited_for == [queued] * 2
 
 
 def test_who_does_not_take_part_gives_zeros_and_gets_the_mean():
