@@ -30,6 +30,15 @@ def device_thread(target: Callable[..., object], *args: Any, name: str, device: 
     return threading.Thread(target=run, name=name, daemon=True)
 
 
+def future_devices() -> list[int | str | torch.device]:
+    """Returns the devices of a future whose value may be on any of them, so that who waits for it waits on a stream; empty without CUDA."""
+    return (
+        [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
+        if torch.cuda.is_initialized()
+        else []
+    )
+
+
 def current_device() -> int | None:
     """Returns the index of this thread's current CUDA device; None without CUDA."""
     return torch.cuda.current_device() if torch.cuda.is_available() else None

@@ -42,6 +42,7 @@ from ft.addresses import advertised
 from ft.buckets import BufferPool, to_local
 from ft.compat.transports import HTTPTransport, PGTransport
 from ft.config import Environment, group_name
+from ft.device import future_devices
 from ft.digest import compared
 from ft.gradients import Gradients
 from ft.healing.transport import Transport
@@ -342,7 +343,7 @@ class Manager:
         if timeout is None or fut.done():
             # `then` keeps the devices: a future of NCCL is done once its kernel is queued, and whoever waits for it waits on a stream
             return fut.then(result_of)
-        wrapped: Future[T] = Future()
+        wrapped: Future[T] = Future(devices=future_devices())
         claim = threading.Lock()
 
         def end(ended: Future[T]) -> None:

@@ -1,11 +1,14 @@
-"""Users' tensors on streams of their own: whoever waits reads what was queued on another stream."""
+"""Users' tensors and futures on streams of their own: whoever waits reads what was queued on another stream."""
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
+from torch.futures import Future
 
-from ft import ProcessGroupNCCL
+from ft import LighthouseServer, Manager, ProcessGroupNCCL
 from ft.buckets import BufferPool
 from ft.process_groups.store import serve
 from ft.user_allreduce import UserAllreduce
@@ -33,3 +36,25 @@ def test_a_wait_on_another_stream_than_that_of_the_call():
         one.finish()
         assert bool((value == 0.5).all())
     group.shutdown()
+
+
+def test_a_wrapped_future_with_a_timeout_is_ordered_after_its_value():
+    lighthouse = LighthouseServer("127.0.0.1:0", 1)
+    manager = Manager(
+        ProcessGroupNCCL(), None, None, 1, lighthouse_addr=lighthouse.address(), replica_id="a", dies_with_group=False
+    )
+    value, pending = torch.zeros(1 << 20, device="cuda"), Future[torch.Tensor](devices=["cuda:0"])
+    wrapped = manager.wrap_future(pending, value)
+    torch.cuda.synchronize()
+
+    def ends() -> None:
+        with torch.cuda.stream(torch.cuda.Stream()):
+            spin(1.0)
+            pending.set_result(value.fill_(3.0))
+
+    thread = threading.Thread(target=ends)
+    thread.start()
+    assert bool((wrapped.wait().clone() == 3.0).all()) and manager.errored() is None
+    thread.join()
+    manager.shutdown()
+    lighthouse.shutdown()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,11 +12,12 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from configs.load import load
-from ft.device import HAVE_STREAMS, streams_of
+from ft.device import HAVE_STREAMS, future_devices, streams_of
 from models.init import normal_
 from models.ops import aligns_last_rows
 from parallelisms.device import DEVICE_TRAITS, Device, local_device_type
 from parallelisms.loss import equal_chunks, fp32_addmm
+from tests.unit.fakes import set_cuda
 from training.config import TrainingConfig
 from training.loss import chunk_tokens
 
@@ -35,6 +37,13 @@ def test_the_kinds_of_devices() -> None:
 def test_streams_are_those_of_the_device() -> None:
     assert streams_of(torch.device("cuda", 3)) is torch.cuda
     assert streams_of(torch.device("cpu")) is None
+
+
+def test_a_future_may_have_a_value_on_any_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once CUDA is used; before that the question must not begin to use it."""
+    assert future_devices() == []
+    set_cuda(monkeypatch, SimpleNamespace(is_initialized=lambda: True, device_count=lambda: 2))
+    assert future_devices() == [torch.device("cuda", 0), torch.device("cuda", 1)]
 
 
 def test_the_kind_of_device_that_is_found() -> None:
