@@ -88,7 +88,7 @@ class Manager:
     `checkpoint_transport`: an HTTPTransport (the default) or PGTransport, equal in all groups, or a healing.transport.Transport.
 
     `quorum_timeout`: longest wait of start_quorum; None: no limit. `timeout`: longest reduction, at least stall_s (60 s): it is only a
-    backstop, as losses are notified at once, and groups wait for one that heals.
+    backstop, as losses are notified at once, and groups wait for one that heals. Also the default of wrap_future, without that minimum.
 
     Not in torchft: `interface` (addresses.advertised), `every_step` (request a quorum before each step, which torchft's lighthouse
     requires), `insecure` (serve other machines without a token), `times` (heartbeat_timeout_s and heal_grace_s are the lighthouse's),
@@ -178,7 +178,8 @@ class Manager:
             quorum_s=_seconds(environment.quorum_timeout_s, quorum_timeout),
             dies_with_group=dies_with_group,
         )
-        pg.timeout_s = max(pg.timeout_s, _seconds(environment.timeout_s, timeout) or 0.0, times.stall_s)
+        self._timeout_s = _seconds(environment.timeout_s, timeout) or 0.0
+        pg.timeout_s = max(pg.timeout_s, self._timeout_s, times.stall_s)
         self.core = core.Manager(
             pg,
             config,
@@ -331,7 +332,8 @@ class Manager:
         return self._error
 
     def wrap_future(self, fut: Future[T], default: T, timeout: timedelta | None = None) -> Future[T]:
-        """Returns a future that never fails: if `fut` fails or takes longer than `timeout`, it has `default`, and the error is reported."""
+        """Returns a future that never fails: if `fut` fails or takes longer than `timeout` (by default the Manager's), it has `default`, and
+        the error is reported."""
 
         def result_of(ended: Future[T]) -> T:
             try:
@@ -340,7 +342,7 @@ class Manager:
                 self.report_error(error)
                 return default
 
-        if timeout is None or fut.done():
+        if fut.done():
             # `then` keeps the devices: a future of NCCL is done once its kernel is queued, and whoever waits for it waits on a stream
             return fut.then(result_of)
         wrapped: Future[T] = Future(devices=future_devices())
@@ -353,10 +355,11 @@ class Manager:
 
         def late() -> None:
             if claim.acquire(blocking=False):
-                self.report_error(TimeoutError(f"the future has no value after {timeout}"))
+                self.report_error(TimeoutError(f"the future has no value after {limit_s:g} s"))
                 wrapped.set_result(default)
 
-        timer = threading.Timer(timeout.total_seconds(), late)
+        limit_s = timeout.total_seconds() if timeout else self._timeout_s
+        timer = threading.Timer(limit_s, late)
         timer.daemon = True
         timer.start()
         fut.add_done_callback(end)

@@ -135,6 +135,13 @@ def test_a_future_that_is_late_is_reported(manager: Manager):
     assert not manager.should_commit()
 
 
+def test_a_future_that_never_ends_takes_no_longer_than_the_manager_allows():
+    with alone(timeout=timedelta(milliseconds=10)) as manager:
+        manager.start_quorum()
+        assert manager.wrap_future(Future[int](), 3).wait() == 3
+        assert isinstance(manager.errored(), TimeoutError) and not manager.should_commit()
+
+
 @pytest.mark.parametrize("pending", [True, False])
 def test_a_future_that_ends_within_its_timeout_is_not_reported(manager: Manager, pending: bool):
     manager.start_quorum()
