@@ -330,11 +330,11 @@ class Environment:
     # Restarts of this node's ranks by torchelastic so far, without those because of another node; torchelastic's store outlives all.
     restart_count: int = _variable("TORCHELASTIC_RESTART_COUNT", _whole(0), 0)
 
-    # torchft's variables: they override arguments of ft.Manager, except for quorum_retries.
+    # torchft's variables: they override arguments of ft.Manager, except for manager_port.
     timeout_s: int | None = _variable("TORCHFT_TIMEOUT_SEC", _whole(1))
     quorum_timeout_s: int | None = _variable("TORCHFT_QUORUM_TIMEOUT_SEC", _whole(1))
     connect_timeout_s: int | None = _variable("TORCHFT_CONNECT_TIMEOUT_SEC", _whole(1))
-    quorum_retries: int | None = _variable("TORCHFT_QUORUM_RETRIES", _whole(0))
+    quorum_retries: int | None = _variable("TORCHFT_QUORUM_RETRIES", _whole(-1))  # -1: no limit
     manager_port: int | None = _variable("TORCHFT_MANAGER_PORT", _whole(0, 65535))
 
     injects_faults: bool = False  # PHAROS_DRILL=1: fault injection for tests; see recording.py

@@ -159,8 +159,8 @@ class Manager:
             contact_s=contact_s,
             every_step=every_step,
             max_active_groups=min_replica_size if world_size_mode is WorldSizeMode.FIXED_WITH_SPARES else None,
-            quorum_retries=environment.quorum_retries if quorum_retries is None else quorum_retries,
-            port=next((given for given in (environment.manager_port, port) if given is not None), 0),
+            quorum_retries=quorum_retries if environment.quorum_retries is None else environment.quorum_retries,
+            port=(environment.manager_port or 0) if port is None else port,
         )
         transport: Transport | None = None
         heal_transport: Literal["http", "pg"] = "http"
@@ -332,8 +332,8 @@ class Manager:
         return self._error
 
     def wrap_future(self, fut: Future[T], default: T, timeout: timedelta | None = None) -> Future[T]:
-        """Returns a future that never fails: if `fut` fails or takes longer than `timeout` (by default the Manager's), it has `default`, and
-        the error is reported."""
+        """Returns a future that never fails: if `fut` fails or takes longer than `timeout` (by default the Manager's), it has `default`,
+        and the error is reported."""
 
         def result_of(ended: Future[T]) -> T:
             try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
@@ -222,6 +223,21 @@ def test_a_store_that_is_given_is_used_although_torch_has_one():
         dist.destroy_process_group()
     assert manager.replica_id == "own:1"
     manager.shutdown()
+
+
+def test_a_port_that_is_given_stands_above_its_variable_and_retries_below(
+    lighthouse: LighthouseServer, monkeypatch: pytest.MonkeyPatch
+):
+    """As in torchft: groups on one host may have a port each."""
+    given = {"lighthouse_addr": lighthouse.address(), "replica_id": "ports", "dies_with_group": False}
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        monkeypatch.setenv("TORCHFT_MANAGER_PORT", str(taken.getsockname()[1]))
+        monkeypatch.setenv("TORCHFT_QUORUM_RETRIES", "-1")
+        manager = Manager(ProcessGroupGloo(), None, None, 1, port=0, quorum_retries=5, **given)
+        assert manager.core._config.retries == -1
+        manager.shutdown()
+        with pytest.raises(OSError, match="the group server ended"):
+            Manager(ProcessGroupGloo(), None, None, 1, **given)
 
 
 def test_what_changes_nothing_is_said_once(

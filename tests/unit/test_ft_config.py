@@ -133,11 +133,11 @@ def test_what_a_launcher_sets():
             "TORCHFT_TIMEOUT_SEC": "5",
             "TORCHFT_QUORUM_TIMEOUT_SEC": "6",
             "TORCHFT_CONNECT_TIMEOUT_SEC": "7",
-            "TORCHFT_QUORUM_RETRIES": "8",
+            "TORCHFT_QUORUM_RETRIES": "-1",
             "TORCHFT_MANAGER_PORT": "9",
         }
     )
-    assert read == Environment("http://head:29510", "left-2", 3, SECRET, 3, 4, 1, "10.0.0.1", 29500, 2, 5, 6, 7, 8, 9)
+    assert read == Environment("http://head:29510", "left-2", 3, SECRET, 3, 4, 1, "10.0.0.1", 29500, 2, 5, 6, 7, -1, 9)
 
 
 @pytest.mark.parametrize(
