@@ -75,12 +75,15 @@ class _Syncs:
             self._manager.start_quorum()
             self._send(self._current)
         if self.inner_steps_done == self._schedule.inner_steps:
-            self.inner_steps_done, fragment = 0, self.fragments[self._current]
-            for work in self._works:
-                work.wait()
-            if self._manager.should_commit():
-                fragment.step(self._pieces)
-            self._works, self._pieces = [], []
+            self._complete()
+
+    def _complete(self) -> None:
+        self.inner_steps_done, fragment = 0, self.fragments[self._current]
+        for work in self._works:
+            work.wait()
+        if self._manager.should_commit():
+            fragment.step(self._pieces)
+        self._works, self._pieces = [], []
 
     @property
     def _current(self) -> int:
@@ -111,6 +114,13 @@ class LocalSGD(_Syncs):
         schedule = Schedule(sync_every)
         schedule.check(("sync_every", "", "", ""))
         super().__init__(manager, [Fragment(_trained(model), None)], optimizer, schedule)
+
+    def sync(self) -> None:
+        """Averages the weights now, such as at the end of an epoch, and counts inner steps anew. Each group calls it in the place of its next
+        reduction."""
+        self._manager.start_quorum()
+        self._send(self._current)
+        self._complete()
 
 
 class DiLoCo(_Syncs):

@@ -63,7 +63,7 @@ class Group(Trained):
     until: int  # syncs; may be changed while it trains
     inside: Callable[[Group], None] = lambda group: None
     manager: Manager = field(init=False)
-    syncs: DiLoCo = field(init=False)
+    syncs: DiLoCo | LocalSGD = field(init=False)
     weights: dict[int, list[Tensor]] = field(default_factory=dict)  # after so many syncs
     outer: dict[int, list[Tensor]] = field(default_factory=dict)
     slots: dict[int, list[int]] = field(default_factory=dict)  # of the inner steps before
@@ -148,6 +148,26 @@ def test_the_mean_of_the_weights():
         )
         made.join()
         _hold(Papers(Schedule(3), "ab", averages=True), a, b, 5)
+
+
+def test_a_mean_that_is_asked_for_early():
+    """After two inner steps of three: the next one is three steps later."""
+
+    def inside(group: Group) -> None:
+        if group.manager.current_step() == 0 and group.syncs.inner_steps_done == 2:
+            assert isinstance(group.syncs, LocalSGD)
+            group.syncs.sync()
+
+    with job(min_replicas=2) as made:
+        a, b = (
+            made.group(name, lambda group: LocalSGD(group.manager, group.model, group.inner, 3), 2, inside=inside)
+            for name in "ab"
+        )
+        made.join()
+        assert [len(group.slots[step]) for group in (a, b) for step in (1, 2)] == [2, 3, 2, 3]
+        for step in (1, 2):
+            assert all(map(torch.equal, a.weights[step], b.weights[step]))
+        assert not all(map(torch.equal, a.weights[1], a.weights[2]))
 
 
 def _hold(papers: Papers, a: Group, b: Group, syncs: int) -> None:
