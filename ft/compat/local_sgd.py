@@ -116,8 +116,8 @@ class LocalSGD(_Syncs):
         super().__init__(manager, [Fragment(_trained(model), None)], optimizer, schedule)
 
     def sync(self) -> None:
-        """Averages the weights now, such as at the end of an epoch, and counts inner steps anew. Each group calls it in the place of its next
-        reduction."""
+        """Averages the weights now, such as at the end of an epoch, and counts inner steps anew. Each group calls it in place of its
+        next reduction."""
         self._manager.start_quorum()
         self._send(self._current)
         self._complete()
