@@ -28,6 +28,7 @@ from configs.schema import RunConfig
 from models.contract import Model, check_contract, has_experts, nearest
 from parallelisms.device import local_device_type
 from parallelisms.execution import CompileConfig
+from parallelisms.float8 import MULTIPLE as FLOAT8_MULTIPLE
 from parallelisms.mesh import degrees
 from parallelisms.pipeline_plan import check_pipeline, placement, schedule_of, splits_backward, stage_modules
 from training.checkpoint import checkpoint_to_continue, step_and_ledger
@@ -185,6 +186,8 @@ def _check_layouts(config: RunConfig, device_type: str) -> Iterator[str]:
             f"float8.enable = true: parallelism.tensor_parallel_degree = {tp} shards layers, for which float8 is not implemented "
             "here; set it to false"
         )
+    elif not seq_len % unit:
+        yield from _check_float8_tokens(config)
     if config.float8.precompute_float8_dynamic_scale_for_fsdp and config.training.enable_cpu_offload:
         yield (
             "float8.precompute_float8_dynamic_scale_for_fsdp = true: training.enable_cpu_offload = true keeps the weights in host memory, "
@@ -199,6 +202,24 @@ def _check_layouts(config: RunConfig, device_type: str) -> Iterator[str]:
     if device_type != "cuda" and config.training.enable_cpu_offload:
         yield (
             "training.enable_cpu_offload = true: there is no CUDA device here, so parameters are in host memory already; set it to false"
+        )
+
+
+def _check_float8_tokens(config: RunConfig) -> Iterator[str]:
+    """The tokens of a pass, the inner dimension of a weight's gradient, must be a multiple: torchao (0.15 to 0.19) pads them only with
+    pad_inner_dim, which copies."""
+    float8, parallelism, seq_len = config.float8, config.parallelism, config.training.seq_len
+    if not float8.enable or float8.emulate or float8.recipe_name == "rowwise_with_gw_hp":
+        return
+    key, batch, cp = "training.local_batch_size", config.training.local_batch_size, parallelism.context_parallel_degree
+    if parallelism.pipeline_parallel_degree > 1:
+        key, batch = "parallelism.pipeline_parallel_microbatch_size", parallelism.pipeline_parallel_microbatch_size
+    if batch * seq_len // cp % FLOAT8_MULTIPLE:
+        shared = f" / parallelism.context_parallel_degree = {cp}" if cp > 1 else ""
+        unit = cp * FLOAT8_MULTIPLE // math.gcd(batch, FLOAT8_MULTIPLE)
+        yield (
+            f"training.seq_len = {seq_len}: with float8.enable = true the tokens of a pass, {key} = {batch} x {seq_len}{shared}, must be a "
+            f'multiple of {FLOAT8_MULTIPLE}; nearest: {multiples(seq_len, unit)}, or float8.recipe_name = "rowwise_with_gw_hp"'
         )
 
 

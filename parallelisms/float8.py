@@ -15,6 +15,7 @@ from models.contract import Model
 from parallelisms.device import cuda_capability
 
 CAPABILITY = (8, 9)  # Ada; the first compute capability with float8 matmuls
+MULTIPLE = 16  # of which their kernels need the sizes; torch._scaled_mm checks it
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,7 @@ def apply_float8(part: Model, config: Float8Config) -> None:
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training, precompute_float8_dynamic_scale_for_fsdp
 
     def is_converted(module: nn.Module, name: str) -> bool:
-        fits = type(module) is nn.Linear and module.in_features % 16 == module.out_features % 16 == 0
+        fits = type(module) is nn.Linear and module.in_features % MULTIPLE == module.out_features % MULTIPLE == 0
         return fits and not any(word in name for word in config.filter_fqns)
 
     recipe = replace(

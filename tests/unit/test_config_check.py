@@ -228,6 +228,41 @@ def test_float8_needs_its_hardware(capability: tuple[int, int], has: str, monkey
     assert found(Float8Config(enable=True, emulate=True), is_installed=False).startswith(cause)
 
 
+@pytest.fixture
+def float8(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The arguments that turn float8 on, and what it needs."""
+    set_cuda(monkeypatch, SimpleNamespace(is_available=lambda: True, get_device_capability=lambda *_: (9, 0)))
+    set_package(monkeypatch, "torchao", {})
+    return ["--float8.enable"]
+
+
+CP = ("--parallelism.context_parallel_degree=2", "--training.seq_len=136")
+PIPELINE = ("--parallelism.pipeline_parallel_degree=2", "--training.seq_len=8")
+
+
+@pytest.mark.parametrize(
+    ("ranks", "argv", "tokens", "near"),
+    [
+        (1, ["--training.local_batch_size=1", "--training.seq_len=1000"], "training.local_batch_size = 1 x 1000", "992 or 1008"),
+        (1, ["--training.local_batch_size=6", "--training.seq_len=20"], "training.local_batch_size = 6 x 20", "16 or 24"),
+        (2, ["--training.local_batch_size=1", *CP], "training.local_batch_size = 1 x 136 / parallelism.context_parallel_degree = 2", "128 or 160"),
+        (2, ["--training.local_batch_size=2", *PIPELINE], "parallelism.pipeline_parallel_microbatch_size = 1 x 8", "16"),
+        (1, ["--training.local_batch_size=1", "--training.seq_len=1000", "--float8.emulate"], "", ""),
+        (1, ["--training.local_batch_size=1", "--training.seq_len=1000", "--float8.recipe_name=rowwise_with_gw_hp"], "", ""),
+        (1, ["--training.local_batch_size=2", "--training.seq_len=1000"], "", ""),
+        (1, ["--training.local_batch_size=16", "--training.seq_len=63"], "", ""),
+    ],
+)  # fmt: skip
+def test_float8_needs_a_multiple_of_tokens(
+    folder: Path, float8: list[str], ranks: int, argv: list[str], tokens: str, near: str
+) -> None:
+    found = complaints(folder, *float8, *argv, world_size=ranks, device_type="cuda")
+    [given] = [each.replace("=", " = ") for each in argv if "seq_len" in each]
+    assert found == [
+        f'{given}: with float8.enable = true the tokens of a pass, {tokens}, must be a multiple of 16; nearest: {near}, or float8.recipe_name = "rowwise_with_gw_hp"'
+    ] * bool(tokens)
+
+
 def test_what_cuda_has_is_not_refused_on_it(folder: Path) -> None:
     cp = "--parallelism.context_parallel_degree=2", "--parallelism.context_parallel_rotate_method=ring"
     assert complaints(folder, *cp, "--training.enable_cpu_offload", world_size=2, device_type="cuda") == []
