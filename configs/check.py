@@ -29,6 +29,7 @@ from models.contract import Model, check_contract, has_experts, nearest
 from parallelisms.device import local_device_type
 from parallelisms.execution import CompileConfig
 from parallelisms.float8 import MULTIPLE as FLOAT8_MULTIPLE
+from parallelisms.float8 import check_float8
 from parallelisms.mesh import degrees
 from parallelisms.pipeline_plan import check_pipeline, placement, schedule_of, splits_backward, stage_modules
 from training.checkpoint import checkpoint_to_continue, step_and_ledger
@@ -499,6 +500,7 @@ def _check_contract_and_layout(config: RunConfig, model: Model, world_size: int)
     """The model must have the parts of the contract that the run uses; patterns and plans must fit it."""
     check_contract(model, config.model.name)
     check_patterns(config.optimizer, model)
+    check_float8(model, config.float8)
     if (stages := config.parallelism.pipeline_parallel_degree) > 1:
         ends = ("layers.", "tok_embeddings.", "norm.", "output.")
         if other := next((name for name, _ in model.named_parameters() if not name.startswith(ends)), ""):

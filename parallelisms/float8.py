@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass, replace
+from difflib import get_close_matches
 from importlib.util import find_spec
 from typing import Annotated, Literal
 
@@ -22,7 +23,11 @@ MULTIPLE = 16  # of which their kernels need the sizes; torch._scaled_mm checks 
 class Float8Config:
     """[float8]: linear layers in 8-bit floats."""
 
-    enable: Annotated[bool, "float8 matmuls; requires torchao and CUDA compute capability >= 8.9"] = False
+    enable: Annotated[
+        bool,
+        "float8 matmuls of the linear layers whose sizes are multiples of 16, not of the head, routers and experts; requires torchao "
+        "and CUDA compute capability >= 8.9",
+    ] = False
     recipe_name: Annotated[
         Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"],
         "granularity of the scales; gw_hp: gradients of weights in high precision",
@@ -59,21 +64,51 @@ class Float8Config:
             raise ValueError(f"float8.enable = true: {reason}; set it to false")
 
 
+def layers_to_convert(model: nn.Module, filter_fqns: tuple[str, ...]) -> list[str]:
+    """Returns the names of the linear layers whose sizes the kernels support, except filtered ones and the head, which is a subclass."""
+    return [
+        name
+        for name, module in model.named_modules()
+        if type(module) is nn.Linear
+        and module.in_features % MULTIPLE == module.out_features % MULTIPLE == 0
+        and not any(word in name for word in filter_fqns)
+    ]
+
+
+def check_float8(model: nn.Module, config: Float8Config) -> None:
+    """Raises ValueError if no layer of a whole `model` would be converted, and for a filter that is in no name, such as a typo."""
+    if not config.enable:
+        return
+    layers = layers_to_convert(model, ())
+    if not layers:
+        raise ValueError(
+            f"float8.enable = true: {type(model).__name__} has no linear layer whose sizes are multiples of {MULTIPLE}; set it to false"
+        )
+    for index, word in enumerate(config.filter_fqns):
+        if not any(word in name for name, _ in model.named_modules()):
+            kinds = sorted({".".join("*" if part.isdigit() else part for part in name.split(".")) for name in layers})
+            [near] = get_close_matches(word, sorted({part for name in layers for part in name.split(".")}), 1, 0)
+            raise ValueError(
+                f'float8.filter_fqns[{index}] = "{word}": no name contains it; the names are {", ".join(kinds)}; nearest: "{near}"'
+            )
+    if not layers_to_convert(model, config.filter_fqns):
+        raise ValueError(
+            "float8.filter_fqns: no layer is left to convert; remove some, or nearest: float8.enable = false"
+        )
+
+
 def apply_float8(part: Model, config: Float8Config) -> None:
-    """Converts the linear layers whose sizes the kernels support (multiples of 16), except the head; names do not change."""
+    """Converts the linear layers whose sizes the kernels support, except the head; names do not change."""
     if not config.enable:
         return
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training, precompute_float8_dynamic_scale_for_fsdp
 
-    def is_converted(module: nn.Module, name: str) -> bool:
-        fits = type(module) is nn.Linear and module.in_features % MULTIPLE == module.out_features % MULTIPLE == 0
-        return fits and not any(word in name for word in config.filter_fqns)
-
+    names = set(layers_to_convert(part, config.filter_fqns))
     recipe = replace(
         Float8LinearConfig.from_recipe_name(config.recipe_name),
         enable_fsdp_float8_all_gather=config.enable_fsdp_float8_all_gather,
         emulate=config.emulate,
     )
-    convert_to_float8_training(part, config=recipe, module_filter_fn=is_converted)
+    convert_to_float8_training(part, config=recipe, module_filter_fn=lambda _, name: name in names)
     if config.precompute_float8_dynamic_scale_for_fsdp:
         part.register_forward_pre_hook(lambda part, _: precompute_float8_dynamic_scale_for_fsdp(part))

@@ -263,6 +263,22 @@ def test_float8_needs_a_multiple_of_tokens(
     ] * bool(tokens)
 
 
+NAMES = ", ".join(f"layers.*.attention.w{x}" for x in "koqv") + "".join(f", layers.*.feed_forward.w{x}" for x in "123")
+FILTERS = {  # arguments -> what is said of them
+    '--float8.filter_fqns=["attnetion"]': f'--float8.filter_fqns[0] = "attnetion": no name contains it; the names are {NAMES}; nearest: "attention"',
+    '--float8.filter_fqns=["output","layers.*.wq"]': f'--float8.filter_fqns[1] = "layers.*.wq": no name contains it; the names are {NAMES}; nearest: "layers"',
+    '--float8.filter_fqns=["layers."]': "--float8.filter_fqns: no layer is left to convert; remove some, or nearest: float8.enable = false",
+    "--model.dim=200 --model.hidden_dim=100 --model.n_heads=5 --model.n_kv_heads=5": "--float8.enable = true: Llama has no linear layer whose sizes are multiples of 16; set it to false",
+    '--float8.filter_fqns=["output","layers.0.","wo"]': "",  # the head, which is not converted, and layers that are
+}
+
+
+@pytest.mark.parametrize("argv", FILTERS)
+def test_float8_that_converts_nothing_is_refused(folder: Path, float8: list[str], argv: str) -> None:
+    found = complaints(folder, *float8, *argv.split(), device_type="cuda")
+    assert found == [FILTERS[argv]] * bool(FILTERS[argv])
+
+
 def test_what_cuda_has_is_not_refused_on_it(folder: Path) -> None:
     cp = "--parallelism.context_parallel_degree=2", "--parallelism.context_parallel_rotate_method=ring"
     assert complaints(folder, *cp, "--training.enable_cpu_offload", world_size=2, device_type="cuda") == []
