@@ -44,6 +44,7 @@ from training.signals import STEPS_TO_STOP
 from training.tokenizer import build_tokenizer
 
 SMALL_BYTES = 1 << 20
+MASKED_HEAD_DIM = 16  # the least that tl.dot takes (torch/_inductor/kernel/flex/flex_attention.py)
 Rule = Callable[[], Iterable[str] | None]  # a check; raises ValueError (one message) or is a generator of messages
 
 
@@ -199,6 +200,12 @@ def _check_layouts(config: RunConfig, device_type: str) -> Iterator[str]:
         yield (
             'parallelism.context_parallel_rotate_method = "ring": torch supports it only with CUDA\'s attention kernels, and there is no '
             'CUDA device here; nearest: "allgather"'
+        )
+    width = getattr(config.model, "head_dim", MASKED_HEAD_DIM)
+    if device_type == "cuda" and config.training.document_mask and width < MASKED_HEAD_DIM:
+        yield (
+            f"training.document_mask = true: FlexAttention needs heads of at least {MASKED_HEAD_DIM} features on CUDA, and these have "
+            f"{width}; set it to false, or make them wider"
         )
     if device_type != "cuda" and config.training.enable_cpu_offload:
         yield (

@@ -114,7 +114,8 @@ class TrainingConfig:
     ] = -1
     seq_len: Annotated[int, "tokens per sequence", ">= 1"] = 2048
     document_mask: Annotated[
-        bool, "attention within each document of a sequence, positions from its first token, no loss across documents"
+        bool,
+        "attention within each document of a sequence, positions from its first token, no loss across documents; needs Triton on CUDA",
     ] = False
     max_norm: Annotated[float, "gradients are clipped to this norm; 0: no clipping", ">= 0"] = 1.0
     on_spike: Annotated[

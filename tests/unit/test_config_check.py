@@ -285,6 +285,22 @@ def test_what_cuda_has_is_not_refused_on_it(folder: Path) -> None:
     assert complaints(folder, cp[1], device_type="cpu") == []  # without context parallelism nothing reads it
 
 
+@pytest.mark.parametrize(
+    ("device_type", "argv", "width"),
+    [
+        ("cuda", ["--model.dim=64"], 8),
+        ("cuda", ["--model.name=qwen3", "--model.head_dim=14"], 14),
+        ("cuda", ["--model.dim=128"], 0),
+        ("cpu", ["--model.dim=64"], 0),
+    ],
+)
+def test_documents_need_heads_of_a_width_on_cuda(folder: Path, device_type: str, argv: list[str], width: int) -> None:
+    expected = f"--training.document_mask = true: FlexAttention needs heads of at least 16 features on CUDA, and these have {width}; set it to false, or make them wider"
+    found = complaints(folder, "--training.document_mask", *argv, device_type=device_type)
+    assert found == [expected] * bool(width)
+    assert complaints(folder, *argv, device_type=device_type) == []
+
+
 def test_scales_of_weights_in_host_memory_are_not_reduced_by_nccl(folder: Path) -> None:
     scales = "--float8.enable_fsdp_float8_all_gather", "--float8.precompute_float8_dynamic_scale_for_fsdp"
     assert complaints(folder, *scales, device_type="cuda") == []
