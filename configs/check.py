@@ -26,6 +26,7 @@ from configs.keys import to_text
 from configs.load import CONFIG_FILE, HELD_OUT, exists, section_types
 from configs.schema import RunConfig
 from models.contract import Model, check_contract, has_experts, nearest
+from parallelisms.activation_checkpoint import check_blocks
 from parallelisms.device import local_device_type
 from parallelisms.execution import CompileConfig
 from parallelisms.float8 import MULTIPLE as FLOAT8_MULTIPLE
@@ -508,6 +509,7 @@ def _check_contract_and_layout(config: RunConfig, model: Model, world_size: int)
     check_contract(model, config.model.name)
     check_patterns(config.optimizer, model)
     check_float8(model, config.float8)
+    check_blocks(config.activation_checkpoint, len(model.layers))
     if (stages := config.parallelism.pipeline_parallel_degree) > 1:
         ends = ("layers.", "tok_embeddings.", "norm.", "output.")
         if other := next((name for name, _ in model.named_parameters() if not name.startswith(ends)), ""):

@@ -56,6 +56,16 @@ class ActivationCheckpointConfig:
             )
 
 
+def check_blocks(config: ActivationCheckpointConfig, blocks: int) -> None:
+    """Raises ValueError if "every n-th block" is none of the whole model's."""
+    option = config.selective_ac_option
+    if config.mode == "selective" and option != "op" and int(option) > blocks:
+        raise ValueError(
+            f'activation_checkpoint.selective_ac_option = "{option}": of the model\'s {blocks} blocks none would be recomputed; '
+            f'nearest: "{blocks}", or activation_checkpoint.mode = "none"'
+        )
+
+
 def apply_activation_checkpoint(part: Model, config: ActivationCheckpointConfig) -> None:
     """Replaces the forward of blocks; gradients do not change. Pipeline stages choose the same blocks as the whole model, by name."""
     if config.mode == "none":

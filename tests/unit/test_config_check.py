@@ -173,6 +173,7 @@ BETWEEN_SECTIONS = {  # ranks and overrides -> the one message
     "2 --parallelism.context_parallel_degree=2 --parallelism.context_parallel_rotate_method=ring": '--parallelism.context_parallel_rotate_method = "ring": torch supports it only with CUDA\'s attention kernels, and there is no CUDA device here; nearest: "allgather"',
     "1 --training.enable_cpu_offload": "--training.enable_cpu_offload = true: there is no CUDA device here, so parameters are in host memory already; set it to false",
     "1 --activation_checkpoint.mode=memory_budget --compile.enable --compile.backend=eager": '--activation_checkpoint.mode = "memory_budget": requires compile.enable = true, "model" in compile.components and compile.backend = "inductor"; nearest: "selective"',
+    "1 --activation_checkpoint.mode=selective --activation_checkpoint.selective_ac_option=8": '--activation_checkpoint.selective_ac_option = "8": of the model\'s 6 blocks none would be recomputed; nearest: "6", or activation_checkpoint.mode = "none"',
     "2 --activation_checkpoint.mode=full --parallelism.pipeline_parallel_degree=2 --parallelism.pipeline_parallel_schedule=ZBVZeroBubble": '--activation_checkpoint.mode = "full": ZBVZeroBubble computes the backward in two halves, and for the second a block would be computed again for each of its weights; nearest: "none", or parallelism.pipeline_parallel_schedule = "Interleaved1F1B"',
     '1 --optimizer.groups=[{pattern="*norm*",weight_decay=-0.5}]': "--optimizer.groups[0].weight_decay = -0.5: must be >= 0, or -1 for optimizer.weight_decay; nearest: 0.0",
     '1 --training.dataset=store --training.sources=[{path=""}]': '--training.sources[0].path = "": must be the folder of a token store',
@@ -344,6 +345,8 @@ def test_replica_groups_need_a_torch_that_waits_for_offloaded_gradients(folder: 
 
 
 def test_the_nearest_offers_are_legal(folder: Path) -> None:
+    every_sixth = "--activation_checkpoint.selective_ac_option=6"
+    assert complaints(folder, "--activation_checkpoint.mode=selective", every_sixth) == []
     assert complaints(folder, "--lr_scheduler.decay_ratio=0.9") == []
     long = ["--lr_scheduler.total_steps=30000", "--lr_scheduler.warmup_steps=1"]
     assert complaints(folder, *long, "--lr_scheduler.decay_ratio=0.9999") == []
