@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from models import llama
+from models import llama, moe
 from parallelisms.activation_checkpoint import ActivationCheckpointConfig
 from parallelisms.execution import CompileConfig, ExecutionConfig, Precision
 from parallelisms.fsdp import NoOpReduceScatter, reshard_all
@@ -31,6 +31,10 @@ T, BATCH = 16, 4
 UNEVEN = llama.Config(dim=24, n_layers=2, n_heads=3, n_kv_heads=1, hidden_dim=40)
 HEADS = llama.Config(dim=24, n_layers=2, n_heads=4, n_kv_heads=4, hidden_dim=40)
 GROUPED = llama.Config(dim=24, n_layers=3, n_heads=6, n_kv_heads=2, hidden_dim=40)
+MIXTURE = moe.Config(
+    name="moe", dim=24, n_layers=1, n_heads=4, n_kv_heads=2, head_dim=6, expert_hidden_dim=20, n_experts=4, experts_per_token=2,
+    balance_rate=0.01, balance_loss=0.01, router_init_std=0.5,
+)  # fmt: skip
 ALONE = ParallelismConfig()
 EVERYTHING, FULL, SECOND, BY_OPERATION = (
     ActivationCheckpointConfig(*mode) for mode in ((), ("full",), ("selective", "2"), ("selective", "op"))
@@ -59,7 +63,8 @@ def plain_loss(logits: Tensor, labels: Tensor) -> Tensor:
 
 def parallelized(case: Case) -> Parallelized:
     with torch.device("meta"):
-        model = llama.build(case.sizes, vocab_size=case.vocab, max_seq_len=T)
+        build = moe.build if isinstance(case.sizes, moe.Config) else llama.build
+        model = build(case.sizes, vocab_size=case.vocab, max_seq_len=T)
     execution = ExecutionConfig(
         case.parallelism,
         case.checkpointing,
@@ -127,6 +132,7 @@ def layout(**keys: Any) -> ParallelismConfig:
         "pp": "pipeline_parallel",
         "tp": "tensor_parallel",
         "cp": "context_parallel",
+        "ep": "expert_parallel",
         "shards": "data_parallel_shard",
         "copies": "data_parallel_replicate",
     }
@@ -194,6 +200,17 @@ def test_every_layout_gives_what_one_process_gives(pool: Pool, alone: Callable[.
     norms, shares = (2 * case.sizes.n_layers + 1) * case.sizes.dim, degrees(case.parallelism, world)
     matrices = shares.dp_replicate * (expected["held"] - norms)
     assert sum(result["held"] for result in results) == matrices + shares.dp_replicate * shares.tp * norms
+
+
+@pytest.mark.timeout(300)  # a busy machine takes its time to compile
+def test_compiled_experts_give_what_one_process_gives(pool: Pool, alone: Callable[..., dict[str, Any]]) -> None:
+    """Each pass sends other numbers of rows."""
+    case = Case(MIXTURE, layout(ep=2), microbatches=2, compile=("model",))
+    expected = alone(case)
+    for result in pool.run(2, step, case, timeout_s=240):
+        assert {name for name, error in errors(result, expected).items() if not error <= 1e-5} == set()
+        for scalar in ("loss", "seen", "norm"):
+            torch.testing.assert_close(result[scalar], expected[scalar], rtol=1e-5, atol=0)
 
 
 @pytest.mark.parametrize(
