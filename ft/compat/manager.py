@@ -82,8 +82,9 @@ class Manager:
     default the launcher's. `lighthouse_addr`: by default TORCHFT_LIGHTHOUSE. `max_retries`: attempts in a row that may fail.
     `init_sync`: at step 0 all take the state of one.
     `connect_timeout`: wait for a lighthouse that does not answer, and for the group's server; by default 60 s. `hostname`, `port`: address
-    that this host advertises, and port of the group's server, by default any free one. `heartbeat_interval`: overrides `times.beat_s`.
-    `quorum_retries`: calls of the lighthouse that are repeated after a failure; -1: no limit; None: TORCHFT_QUORUM_RETRIES, else no limit.
+    that this host advertises, and port of the group's server, by default TORCHFT_MANAGER_PORT, else any free one. `heartbeat_interval`:
+    overrides `times.beat_s`. `quorum_retries`: calls of the lighthouse that are repeated after a failure, unless TORCHFT_QUORUM_RETRIES
+    gives their number; None, -1: no limit.
     `world_size_mode`: which groups train.
     `checkpoint_transport`: an HTTPTransport (the default) or PGTransport, equal in all groups, or a healing.transport.Transport.
 
