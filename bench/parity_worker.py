@@ -144,7 +144,8 @@ def alone(task: Task, key: Key) -> tuple[StepSeen, ...]:
     if document_mask:
         for attention in attentions(model, 1):
             attention.attend = plain_attention
-    model.init_weights(task.seed)
+    with torch.no_grad():
+        model.init_weights(task.seed)
     rule = _optimizer(task, optimizer, [model])
     steps, gradients = list[StepSeen](), list[dict[str, Tensor]]()
 

@@ -91,7 +91,8 @@ class Model(nn.Module):
         raise NotImplementedError
 
     def init_weights(self, seed: int) -> None:
-        """Initialises every parameter and buffer; the values depend only on (seed, name, block of rows): models/init.py."""
+        """Initialises every parameter and buffer; the values depend only on (seed, name, block of rows): models/init.py. Called under
+        torch.no_grad()."""
         raise NotImplementedError
 
     @torch.no_grad()

@@ -61,6 +61,7 @@ def normal_(parameter: Tensor, name: str, seed: int, *, std: float, truncation: 
         local[lower - start : upper - start].copy_(block[held])
 
 
+@torch.no_grad()
 def draw(model: Model, tensor: Tensor, seed: int) -> Tensor:
     """Returns the initial values of one parameter or buffer of a model on the meta device; the model does not change."""
     real = torch.empty_like(tensor, device="cpu")

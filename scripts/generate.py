@@ -148,6 +148,7 @@ def state_of(path: Path, manifest: Manifest, *, ema: bool) -> str:
     return EMA_STATE if ema else "model"
 
 
+@torch.no_grad()
 def load_model(
     config: RunConfig, path: Path, tokenizer: Tokenizer, *, length: int, dtype: str, state: str = "model"
 ) -> Model:

@@ -419,9 +419,9 @@ class Components:
 
     def reset(self) -> None:
         """Makes the state of a run at step 0."""
-        for part in self.model.parts:
-            part.init_weights(self.config.training.seed)
         with torch.no_grad():
+            for part in self.model.parts:
+                part.init_weights(self.config.training.seed)
             for values in self.optimizer.state.values():
                 for value in values.values():
                     value.zero_()  # as Adam and Muon begin

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from itertools import pairwise
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
 
+from configs.schema import RunConfig
 from models import llama, moe, qwen3
-from models.init import BLOCK_ROWS, normal_
+from models.init import BLOCK_ROWS, draw, normal_
+from training.components import Components
 
 SMALL = llama.Config(dim=32, n_layers=3, n_heads=4, n_kv_heads=2, hidden_dim=48)
 V, T = 61, 24
@@ -42,6 +45,25 @@ def test_what_is_not_initialised_is_named():
         ValueError, match=r"leaves layers\.1\.ffn_norm\.weight, table, turns without values, or gives NaN; it must"
     ):
         model.checked_init_weights(0)
+
+
+class Ones(llama.Llama):
+    def init_weights(self, seed: int) -> None:
+        super().init_weights(seed)
+        for block in self.layers.values():
+            block.ffn_norm.weight.fill_(1.0)
+
+
+def test_a_model_initialises_without_gradients():
+    with torch.device("meta"):
+        model = Ones(SMALL, V, T)
+    assert draw(model, model.layers["1"].ffn_norm.weight, 0).tolist() == [1.0] * SMALL.dim
+    model.to_empty(device="cpu")
+    run = MagicMock(config=RunConfig(), ema=None, spikes=None)
+    run.model.parts, run.optimizer.state = [model], {}
+    Components.reset(run)  # a run that goes back to step 0
+    state = built(RunConfig().training.seed).state_dict()
+    assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
 
 
 def tokens(batch: int = 2, length: int = T) -> torch.Tensor:

@@ -129,7 +129,8 @@ def job_of(config: RunConfig, *, world_size: int, device: str) -> ExplainedJob:
     whole = config.meta_model(vocab_size)
     check_model(config, whole, world_size=world_size)
     try:  # the simulation leaves out the values: here the names are visited
-        whole.init_weights(training.seed)
+        with torch.no_grad():
+            whole.init_weights(training.seed)
     except Exception as error:
         raise ValueError(config.origin.explain(str(model_error(error, model.name, "init_weights")))) from error
     size = sum(p.numel() for p in whole.parameters())
