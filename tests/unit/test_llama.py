@@ -47,6 +47,19 @@ def test_what_is_not_initialised_is_named():
         model.checked_init_weights(0)
 
 
+def test_an_error_of_init_weights_names_the_model():
+    class Fork(llama.Llama):
+        def init_weights(self, seed: int) -> None:
+            raise ValueError("two lengths")
+
+    Fork.__module__ = "models.fork"
+    model = Fork(SMALL, V, T)
+    for kind in (Fork, type("FSDPFork", (Fork,), {"__module__": "torch.distributed.fsdp"})):  # as fully_shard does
+        model.__class__ = kind
+        with pytest.raises(ValueError, match=r'^model\.name = "fork": init_weights raised ValueError: two lengths'):
+            model.checked_init_weights(0)
+
+
 class Ones(llama.Llama):
     def init_weights(self, seed: int) -> None:
         super().init_weights(seed)
