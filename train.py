@@ -85,8 +85,9 @@ def main(argv: Sequence[str]) -> int:
     group = environment.name if config.fault_tolerance.enable else ""
     log = Log(global_rank=launched_rank(), group=group, colour=not config.metrics.disable_color_printing)
     log.attach_to("pharos")
-    with closing(Signals(log=log.info)) as signals, process_group(config.comm) as world, ExitStack() as cleanup:
+    with closing(Signals(log=log.info)) as signals, ExitStack() as cleanup:
         try:
+            world = cleanup.enter_context(process_group(config.comm))
             run_class = Run if config.fault_tolerance.semi_sync_method == "none" else SemiSyncRun
             run = run_class(config, environment, world, signals, log, cleanup, changes)
         except ValueError as error:  # bad input that no earlier check reads, such as a byte deep inside a file
@@ -253,10 +254,8 @@ class Run(Components):
         if in_a_row > (allowed := self.config.training.spike_max_skips):
             raise Stopped(f"{text}; training.spike_max_skips allows {allowed} returns to step {back_to} in a row")
         named = ", ".join(f"{first} to {end - 1}" for first, end in skipped)
-        text = (
-            f"back to step {back_to} as branch {len(rewinds)}: step {step} was a spike; positions {named} are left out"
-        )
-        self.announce("rewind", back_to, text)
+        why = f"step {step} was a spike; positions {named} are left out"
+        self.announce("rewind", back_to, f"back to step {back_to} as branch {len(rewinds)}: {why}")
 
     def announce(self, event: str, step: int, text: str) -> None:
         """Reports a spike or a return to a checkpoint: in the log, in this group's events and, once for all groups, on the dashboard."""

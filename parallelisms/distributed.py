@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import secrets
 import time
 from collections.abc import Iterator, Mapping
@@ -120,7 +121,7 @@ def open_store(
         missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not environ.get(name)]
         if missing:
             raise ValueError(f"env:// needs {' and '.join(missing)} in the environment; launchers set them")
-        host, port = environ["MASTER_ADDR"], int(environ["MASTER_PORT"])
+        host, port = environ["MASTER_ADDR"], _whole_number("MASTER_PORT", environ["MASTER_PORT"])
         serves = serves and environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     assert host and port is not None
     timeout = timedelta(seconds=timeout_s)
@@ -159,13 +160,19 @@ class World:
 
 
 def launched_rank() -> int:
-    """Returns the global rank from the launcher; 0 for a plain `python train.py`."""
-    return int(os.environ.get("RANK", "0"))
+    """Returns the global rank from the launcher; 0 for a plain `python train.py`. Raises ValueError."""
+    return _whole_number("RANK", os.environ.get("RANK", "0"))
 
 
 def launched_world_size() -> int:
-    """Returns the number of ranks from the launcher; 1 for a plain `python train.py`."""
-    return int(os.environ.get("WORLD_SIZE", "1"))
+    """Returns the number of ranks from the launcher; 1 for a plain `python train.py`. Raises ValueError."""
+    return _whole_number("WORLD_SIZE", os.environ.get("WORLD_SIZE", "1"))
+
+
+def _whole_number(name: str, text: str) -> int:
+    if not re.fullmatch("[0-9]+", text):
+        raise ValueError(f"{name} = {text}: must be a whole number; launchers set it")
+    return int(text)
 
 
 @contextmanager
@@ -173,7 +180,7 @@ def process_group(config: CommConfig) -> Iterator[World]:
     """Joins the process group that the launcher's variables describe; without them, a group of one rank that needs no network. Its timeout
     is a fallback: the watchdog ends a hang sooner (training/watchdog.py)."""
     global_rank, world_size = launched_rank(), launched_world_size()
-    device = pick_device(int(os.environ.get("LOCAL_RANK", "0")))
+    device = pick_device(_whole_number("LOCAL_RANK", os.environ.get("LOCAL_RANK", "0")))
     timeout = timedelta(seconds=config.init_timeout_seconds + FALLBACK_MARGIN_S)
     store: dist.Store = dist.HashStore()
     if world_size > 1:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,7 +13,7 @@ import pytest
 import torch.distributed as dist
 
 from parallelisms.distributed import CommConfig, launch_store, open_store, parse_init_method, why_unusable
-from tests.scripts.tiny_job import python
+from tests.scripts.tiny_job import ROOT, python
 from tests.unit.fakes import set_cuda
 
 
@@ -91,6 +94,23 @@ def test_a_restart_does_not_read_what_killed_ranks_wrote(tmp_path: Path, method:
 def test_an_environment_without_an_address_is_told():
     with pytest.raises(ValueError, match="env:// needs MASTER_PORT in the environment"):
         open_store("env://", global_rank=0, world_size=2, timeout_s=5, environ={"MASTER_ADDR": "localhost"})
+
+
+@pytest.mark.parametrize(
+    ("environ", "message"),
+    [
+        (
+            {"RANK": "0", "WORLD_SIZE": "2"},
+            "env:// needs MASTER_ADDR and MASTER_PORT in the environment; launchers set them",
+        ),
+        ({"RANK": "abc"}, "RANK = abc: must be a whole number; launchers set it"),
+    ],
+)
+def test_train_tells_it_in_one_line(tmp_path: Path, environ: dict[str, str], message: str):
+    command = [sys.executable, ROOT / "train.py", ROOT / "configs/llama.toml", f"--job.dump_folder={tmp_path}"]
+    env = {"PATH": os.environ["PATH"], "HOME": str(tmp_path), **environ}
+    ran = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120, check=False)
+    assert (ran.returncode, ran.stderr) == (2, f"pharos: {message}\n")
 
 
 def test_backends_that_cannot_be_used_are_told(monkeypatch: pytest.MonkeyPatch):
