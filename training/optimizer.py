@@ -327,7 +327,7 @@ class OptimizerStep:
                 self.optimizer.step()
         with self.progress.phase("reduce"):
             grad_norm, *losses = values.tolist()
-        spike = "" if spikes is None else spikes.judge(grad_norm, losses[0], divisor)
+        spike = "" if spikes is None or not divisor else spikes.judge(grad_norm, losses[0], divisor)
         if not divisor:
             self.optimizer.zero_grad()  # a balance loss has gradients even where no token has a label
         mean_norm = grad_norm / divisor if divisor else grad_norm

@@ -123,10 +123,10 @@ def test_a_spike_is_not_applied_and_not_in_the_window(ranks, implementation: Any
     optimizer, rule = build_optimizer(config, [part]), SpikeRule(training)
     step = OptimizerStep(optimizer, parameters, config, LRSchedulerConfig(), training, Progress(), rule)
 
-    def train(number: int, loss: float, scale: float) -> Update:
+    def train(number: int, loss: float, scale: float, divisor: float = 2.0) -> Update:
         for parameter in parameters:
             parameter.grad = torch.full_like(parameter, scale)
-        return step.step(number, 2.0, loss)
+        return step.step(number, divisor, loss)
 
     updates = [train(number, 5.0 - number, 1.0 + number / 8) for number in range(4)]
     assert all(update.lr > 0 and not update.spike for update in updates)
@@ -152,6 +152,8 @@ def test_a_spike_is_not_applied_and_not_in_the_window(ranks, implementation: Any
         assert torch.equal(optimizer.state[parameter]["exp_avg"].full_tensor(), moment)
         assert optimizer.state[parameter]["step"].item() == 4
     assert json.loads(rule.state_dict()["window"])["values"] == json.loads(window["window"])["values"]
+    update = train(4, 0.0, 0.5, divisor=0.0)  # without tokens there is nothing to judge
+    assert (update.lr, update.spike, rule.in_a_row) == (0.0, "", 4)
     assert train(5, 3.0, 1.0).lr > 0 and rule.in_a_row == 0
 
 
