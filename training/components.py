@@ -427,7 +427,7 @@ class Components:
                     value.zero_()  # as Adam and Muon begin
         if self.ema is not None:
             self.ema.reset()
-        self.metrics_processor.tokens = 0
+        self.metrics_processor.load_state_dict({"tokens": 0})
         if self.spikes is not None:
             self.spikes.reset()
 

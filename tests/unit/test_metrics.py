@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ import train
 from ft.seam import Commit, Rewound
 from parallelisms.device import DEVICE_TRAITS, DeviceTraits
 from tests.unit.fakes import Clock
+from training.components import Components
 from training.data.loader import Batch
 from training.log import Log
 from training.loss import IGNORED
@@ -111,6 +113,16 @@ def test_the_first_step_after_a_resume_is_shown() -> None:
     assert [step for step, _ in run.chart.rows] == [13]
     assert [row["tokens"] for _, row in run.journal.rows] == [13_000, 14_000]
     assert run.metrics_processor.state_dict() == {"tokens": 14_000}
+
+
+def test_the_first_step_after_a_return_to_step_0_does_not_count_the_spike() -> None:
+    run = Run()
+    run.steps(1, 1)
+    run.spend("compute", 5.0)
+    components = MagicMock(metrics_processor=run.metrics_processor, ema=None, spikes=None)
+    Components.reset(components)
+    run.steps(1, 1)
+    assert [(row["step_s"], row["tokens"]) for _, row in run.journal.rows] == [(0.5, 1000)] * 2
 
 
 def test_a_journal_row() -> None:
