@@ -67,7 +67,7 @@ _UPDATE_RULE = (
 # resume.allow may name these where data has random access, which then begins anew (training/data/dataset.py)
 _ORDER = ("training.dataset", "training.sources", "training.seq_len", "training.seed")
 # may change between launches, but not between groups; those in _IDENTITY may change in neither
-_SHARED_BY_GROUPS = ("parallelism.", "fault_tolerance.", "training.steps")
+_SHARED_BY_GROUPS = ("parallelism.", "fault_tolerance.", "float8.", "training.steps")
 # exceptions to _SHARED_BY_GROUPS: the first depends on the machine; of the second ft/start.py adds the resolved value to the fingerprint
 _MAY_DIFFER_BETWEEN_GROUPS = ("fault_tolerance.interface", "fault_tolerance.slots_per_step")
 
