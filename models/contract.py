@@ -8,7 +8,8 @@ models/<name>_hf.py, if there is one, holds the model's `Format` for scripts/hf.
 
 Parts of Model, by what needs them; most are checked before any rank is launched (configs/check.py):
     every run               dim, tok_embeddings, layers, norm, output; forward with labels; init_weights, flops_per_token
-    tensor parallelism      tp_plan, with an entry for each module with parameters, except Experts
+    tensor parallelism      tp_plan, with an entry for each module with parameters, except Experts; Config.check_tensor_parallel, since a
+                            degree that divides the features may still divide a head
     context parallelism     forward with positions; self.attend in each attention
     training.document_mask  forward with document_starts, which it passes to self.attend
     pipeline                no parameter outside of layers, tok_embeddings, norm and output, none tied; forward skips what is None;
