@@ -169,7 +169,7 @@ class Run(Components):
         """Runs a step. False: it is not committed, the run went back, or this group has got to the last step by a heal or checkpoint."""
         with self.progress.phase("quorum"):
             assignment = self.manager.begin_step(until=self.config.training.steps)
-        if assignment.step >= self.config.training.steps:
+        if assignment.steps_before >= self.config.training.steps:
             return False  # healed or restored at the last step
         local, on_spike = self.compute_step(assignment), self.config.training.on_spike
         with self.progress.phase("reduce"):
@@ -185,7 +185,7 @@ class Run(Components):
         error = None if contributes else self.nonfinite(local, "is committed without this group")
         if error and not self.world.global_rank:
             self.log.warning("%s", error)  # the slot is assigned again, MAX_UNABLE times (ft/protocol/step.py)
-        step = self.manager.step  # exceeds assignment.step + 1 if this group has healed meanwhile
+        step = self.manager.step  # exceeds assignment.steps_before + 1 if this group has healed meanwhile
         # inner_update: the group has made its steps already, and `commit` the outer step
         update = local.inner_update or self.optimizer_step.step(step - 1, commit.divisor, commit.mean_loss)
         spike = update.spike
@@ -275,8 +275,8 @@ class Run(Components):
             if not losses or losses[-1][0].slot != batch.slot:
                 # A resumed or repeated step draws the same random numbers, and each rank different ones; tensor-parallel ranks draw the
                 # same, since replicated tensors must stay equal (for sharded ones DTensor has its own generator).
-                random_key = f"{training.seed}/{assignment.step}/{batch.slot}/{at.dp_rank}/{at.pp_rank}/{at.cp_rank}"
-                torch.manual_seed(int.from_bytes(sha256(random_key.encode()).digest()[:8], "big") >> 1)
+                key = f"{training.seed}/{assignment.steps_before}/{batch.slot}/{at.dp_rank}/{at.pp_rank}/{at.cp_rank}"
+                torch.manual_seed(int.from_bytes(sha256(key.encode()).digest()[:8], "big") >> 1)
             last_backward = self.manager.last_backward(batch.slot) if batch.ends_slot else nullcontext()
             with last_backward, self.progress.phase("compute"):
                 losses.append((batch, self.model.forward_backward(*batch.to(self.device))))
@@ -296,7 +296,7 @@ class Run(Components):
                 dist.all_reduce(sums)
             total, nonfinite_ranks, stop, save_now, *tokens_per_slot = sums.cpu().tolist()
         self.pending_requests |= STOP * (stop > 0) | SAVE * (save_now > 0)
-        return LocalStep(tokens_per_slot, total, nonfinite_ranks == 0, assignment.step, losses)
+        return LocalStep(tokens_per_slot, total, nonfinite_ranks == 0, assignment.steps_before, losses)
 
     def nonfinite(self, local: LocalStep, outcome: str = "not applied") -> NonFinite:
         """Returns an error such as "step 80 not applied: rank 1: loss nan at slot 40, positions 40-47"; on all ranks alike. Collective."""
@@ -360,8 +360,8 @@ class SemiSyncRun(Run):
         """Makes this group's own optimizer steps on a window of data."""
         batches = self.progress.timed("data", self.loader.load(assignment.slots))
         self.optimizer.zero_grad()  # gradients of a window that was not used, which `nonfinite` has read by now
-        window = LocalStep([], 0.0, True, assignment.step, [], self.inner_update)
-        for steps_before, slot in enumerate(assignment.slots, assignment.step):
+        window = LocalStep([], 0.0, True, assignment.steps_before, [], self.inner_update)
+        for steps_before, slot in enumerate(assignment.slots, assignment.steps_before):
             local = super().compute_step(DataAssignment(steps_before, (slot,)), batches)
             [tokens] = local.tokens_per_slot
             update = self.optimizer_step.step(steps_before, tokens) if local.finite else Update(math.nan, 0.0)

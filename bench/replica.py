@@ -124,7 +124,7 @@ def ours(replica: Replica) -> None:
         sum_s = time.monotonic() - began_s
         commit = manager.commit(sums)
         if commit is None:
-            replica.say("abort", step=assignment.step)
+            replica.say("abort", step=assignment.steps_before)
             continue
         replica.optimizer.grad_scale = torch.tensor(float(commit.divisor), device=replica.device)
         replica.optimizer.found_inf = torch.zeros((), device=replica.device)

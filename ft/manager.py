@@ -287,7 +287,7 @@ class Manager:
             else:
                 committed = isinstance(effect, m.CommitStep)  # whose step already counts the committed one
                 self._assignment = DataAssignment(effect.step % STEPS_PER_BRANCH - committed, ())
-            if until is not None and self._assignment.step >= until:
+            if until is not None and self._assignment.steps_before >= until:
                 self.may_exit = True  # no group has a step left to train
         return self._assignment
 

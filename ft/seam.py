@@ -21,7 +21,7 @@ from ft.protocol.messages import STEPS_PER_BRANCH, Commit, Rewound
 class DataAssignment:
     """The slots of the next step that are assigned to this replica group (protocol/step.py)."""
 
-    step: int  # number of steps before this one, held steps included
+    steps_before: int  # held steps included
     slots: tuple[int, ...]
 
 

@@ -160,10 +160,10 @@ class SemiSyncManager:
         assignment = self._manager.begin_step(until=None if until is None else self._round_of(until))
         if self._resets or self._gradients.dropped:  # the window that was computed before does not count
             self.reset()
-        self._round, self._done, self._window = assignment.step, 0, assignment.slots
+        self._round, self._done, self._window = assignment.steps_before, 0, assignment.slots
         batch = self._manager.slot_size // self.inner_steps
         slots = tuple(slot + place * batch for slot in assignment.slots for place in range(self.inner_steps))
-        return DataAssignment(assignment.step * self.inner_steps, slots)
+        return DataAssignment(assignment.steps_before * self.inner_steps, slots)
 
     def on_inner_step(self) -> None:
         """Counts an inner optimizer step. Sends the pseudo-gradients of the round's fragment `delay` steps before its end."""

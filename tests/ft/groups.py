@@ -196,7 +196,7 @@ class Rank(Trained):
         # Each ends as train.py does: who just went would break the last collective of those whose threads have not run yet.
         assignment = self.manager.begin_step(until=self.until)
         if assignment.slots:
-            self.computed.append((assignment.step, assignment.slots))
+            self.computed.append((assignment.steps_before, assignment.slots))
         for slot in assignment.slots:
             with self.progress.phase("compute"), self.manager.last_backward(slot):
                 self.backward(float(slot + 1))

@@ -117,10 +117,10 @@ class Group(Trained):
 
     def round(self) -> None:
         assignment = self.rounds.begin_step(until=self.rounds_to_do * self.schedule.inner_steps)
-        if assignment.step >= self.rounds_to_do * self.schedule.inner_steps:
+        if assignment.steps_before >= self.rounds_to_do * self.schedule.inner_steps:
             return
         if assignment.slots:
-            self.computed.append((assignment.step // self.schedule.inner_steps, assignment.slots[0]))
+            self.computed.append((assignment.steps_before // self.schedule.inner_steps, assignment.slots[0]))
         finite = True
         for place, slot in enumerate(assignment.slots):
             finite = self.finite(self, place)

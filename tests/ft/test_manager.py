@@ -386,7 +386,7 @@ def test_who_finds_the_job_finished_leaves_as_who_finished_it(caplog: pytest.Log
         )
         with closing(manager):
             manager.attach([torch.nn.Linear(2, 2)])
-            assert manager.begin_step(until=5).step == 5 and manager.may_exit
+            assert manager.begin_step(until=5).steps_before == 5 and manager.may_exit
     assert [("clean=True" in line, "'done'" in line) for line in caplog.messages if line.startswith("Leave(")] == [
         (True, True)
     ]
@@ -401,7 +401,7 @@ def test_a_partly_healed_state_is_not_taken_for_the_initial_one(touched: bool):
         manager.healer.touched = touched
         with closing(manager), pytest.raises(GroupEnded, match="no longer the initial") if touched else nullcontext():
             manager.attach([torch.nn.Linear(2, 2)])
-            assert manager.begin_step().step == 0
+            assert manager.begin_step().steps_before == 0
 
 
 def test_trained_weights_are_not_taken_for_the_initial_ones():

@@ -93,13 +93,13 @@ def trained(lighthouse: str, schedule: str, failures: dict[int, str], sizes: lla
         while manager.step < STEPS:
             assignment = manager.begin_step(until=STEPS)
             for slot in assignment.slots:
-                seen.computed.append(assignment.step)
+                seen.computed.append(assignment.steps_before)
                 before = between.count
                 forward_backward(manager, parallel, slot)
                 seen.sent.append(between.count - before)
             if failures:  # a rank that heard of one before it has computed would give its slots back: another case
-                all_here(store.underlying_store, f"{lighthouse}/{assignment.step}")
-            fail(manager, failures.get(assignment.step, ""), first=(name, group_rank) == ("a", 0))
+                all_here(store.underlying_store, f"{lighthouse}/{assignment.steps_before}")
+            fail(manager, failures.get(assignment.steps_before, ""), first=(name, group_rank) == ("a", 0))
             commit = manager.commit(manager.reduce([1.0] * len(assignment.slots), 1.0, True))
             assert commit is not None and commit.contributors == (0, 1), commit
             if mixed:

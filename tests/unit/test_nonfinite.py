@@ -72,7 +72,7 @@ def test_a_step_without_this_group_names_what_it_left_out_each_time() -> None:
     run.nonfinite = partial(Run.nonfinite, run)
     losses: Any = [(SimpleNamespace(slot=40, sequence_positions=range(40, 48)), torch.tensor(math.nan))]
     for step in (4, 5):
-        run.manager.begin_step = lambda until, step=step: SimpleNamespace(step=step)
+        run.manager.begin_step = lambda until, step=step: SimpleNamespace(steps_before=step)
         run.compute_step = lambda _, step=step: LocalStep([8.0], math.nan, False, step, losses)
         with suppress(AttributeError):  # the update, which is not looked at here
             Run.train_step(run)
@@ -105,7 +105,7 @@ def test_a_group_that_steps_by_itself_keeps_such_a_gradient_until_it_is_named(lo
         def compute_step(self, assignment: Any, batches: Any) -> LocalStep:
             found.append(weight.grad)
             weight.grad = torch.full((2,), math.nan)
-            return LocalStep([8.0], loss, math.isfinite(loss), assignment.step, [])
+            return LocalStep([8.0], loss, math.isfinite(loss), assignment.steps_before, [])
 
     class OverComputed(SemiSyncRun, Computed): ...
 
@@ -120,6 +120,6 @@ def test_a_group_that_steps_by_itself_keeps_such_a_gradient_until_it_is_named(lo
     run.optimizer_step = SimpleNamespace(step=update)
     run.progress, run.loader = MagicMock(), MagicMock()
     for step in (0, 8):
-        assert not run.compute_step(SimpleNamespace(step=step, slots=(0, 4))).finite
+        assert not run.compute_step(SimpleNamespace(steps_before=step, slots=(0, 4))).finite
         assert weight.grad is not None
     assert found == [None, None], "and no later window has it"

@@ -196,7 +196,7 @@ def test_a_rewind_begins_a_branch_at_a_checkpoint_and_passes_over_the_data_since
 
 def test_a_rewind_without_a_checkpoint_begins_anew_behind_the_data(manager: Seam):
     manager.attach([])
-    assert manager.begin_step(until=2).step == 0
+    assert manager.begin_step(until=2).steps_before == 0
     manager.commit(manager.reduce([100.0], 250.0, True))
     manager.begin_step(until=2)
     manager.commit(manager.reduce([100.0], 250.0, True))
