@@ -204,7 +204,7 @@ class Run(Components):
         self.log.step = step
         heals = self.events.heals if self.config.fault_tolerance.enable else None
         size = self.slot_size * self.inner_steps
-        self.metrics_processor.step(step, commit, update, slot_size=size, steps=self.inner_steps, heals=heals)
+        self.metrics_processor.step(step, commit, update, slot_size=size, inner_steps=self.inner_steps, heals=heals)
         return True
 
     def check_budgets(self, step: int, commit: Commit, end: int) -> None:

@@ -243,7 +243,7 @@ class Components:
             config.metrics,
             log=self.log,
             progress=self.progress,
-            steps=config.training.steps,
+            last_step=config.training.steps,
             device=self.world.device,
             world_size=self.world.world_size,
             flops_per_token=self.flops_per_token,

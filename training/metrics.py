@@ -64,17 +64,17 @@ class MetricsProcessor:
         *,
         log: Log,
         progress: Progress,
-        steps: int,
+        last_step: int,
         device: Device | None = None,
         world_size: int = 1,
         flops_per_token: float = 0.0,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
-        """`steps`: the run's last step. `world_size`: devices of this group. `flops_per_token`: of the model."""
+        """`last_step`: of the run. `world_size`: devices of this group. `flops_per_token`: of the model."""
         self.tokens = 0  # valid tokens since step 0, over all launches and ranks
         self._config, self._log, self._progress = config, log, progress
         self.writer: MetricsWriter | None = None  # training/components.py sets it on global rank 0
-        self._steps, self._world_size, self._flops_per_token = steps, world_size, flops_per_token
+        self._last_step, self._world_size, self._flops_per_token = last_step, world_size, flops_per_token
         self._wall_clock = wall_clock
         self._memory = Memory(device)
         self._peak_tflops = config.peak_tflops or (known_peak_tflops(device.name) if device else None)
@@ -84,8 +84,7 @@ class MetricsProcessor:
         self._loss = math.nan
         self._validation_loss: float | None = None  # of the newest validation
         self._after_first_s = 0.0
-        # sums since the last logging step; `step` and `_rates` rely on the order
-        self._interval = dict.fromkeys(("steps", "tokens", "step_s", "data_s", "device_s"), 0.0)
+        self._interval: dict[str, float] = {}  # sums over the steps since the last logging step
         self._spent = self._clocks()
         self._group_scalars: Mapping[str, float] = {}
         self._changes: dict[str, str] = {}  # changed settings, key -> "old -> new", until the next committed step
@@ -96,10 +95,10 @@ class MetricsProcessor:
         self._group_s = dict.fromkeys(GROUP_PHASES, 0.0)  # at the last logging step
 
     def step(
-        self, step: int, commit: Commit, update: Update, *, slot_size: int, steps: int = 1, heals: int | None = None
+        self, step: int, commit: Commit, update: Update, *, slot_size: int, inner_steps: int, heals: int | None = None
     ) -> None:
-        """Reports committed step `step`, with `steps` - 1 unreported ones before it. An `update` with `spike` was not applied. `heals`:
-        those that this group has seen, its own included, if there are groups; their metrics are charted on logging steps and whenever they
+        """Reports committed step `step`, with `inner_steps` - 1 unreported ones before it. An `update` with `spike` was not applied.
+        `heals`: those that this group has seen, its own included, if there are groups; their metrics are charted on logging steps and whenever they
         change."""
         loss, (grad_norm, lr, spike), rewound = commit.mean_loss, update, commit.rewound
         tokens = 0 if spike else round(commit.divisor)
@@ -110,15 +109,15 @@ class MetricsProcessor:
         total_s, data_s, checkpoint_s, long_s = (now - then for now, then in zip(self._spent, before, strict=True))
         step_s = total_s - long_s
         if first := not self._commits:
-            self._resumed = (step - steps, self.tokens)
+            self._resumed = (step - inner_steps, self.tokens)
         if first or rewound:
             self._first_step, self._after_first_s = step, self._progress.total()
         self._commits, self._loss, self.tokens = self._commits + 1, loss, self.tokens + tokens
-        devices = self._world_size * groups.get("quorum_size", 1)
-        for name, more in zip(self._interval, (steps, tokens, step_s, data_s, step_s * devices), strict=True):
-            self._interval[name] += more
-        passed = step // self._config.log_freq > (step - steps) // self._config.log_freq
-        logging_step = first or passed or step == self._steps
+        device_s = step_s * self._world_size * groups.get("quorum_size", 1)
+        more = {"steps": inner_steps, "tokens": tokens, "step_s": step_s, "data_s": data_s, "device_s": device_s}
+        self._interval = {name: self._interval.get(name, 0.0) + value for name, value in more.items()}
+        passed = step // self._config.log_freq > (step - inner_steps) // self._config.log_freq
+        logging_step = first or passed or step == self._last_step
         if logging_step:
             self._memory.read()
         changed = self._changes if step == self.resume_step else {}
@@ -164,8 +163,8 @@ class MetricsProcessor:
                     scalars[f"time_metrics/{name}(s)"] = (now - earlier[name]) / self._interval["steps"]
                 scalars["goodput(%)"] = 100 * _per(self._progress.goodput_s, self._progress.total())
             self._write("charts", step, {**scalars, **rates, **group_scalars, **self._memory.scalars})
-            self._interval = dict.fromkeys(self._interval, 0.0)
-        self._record_data(step, commit, notes, slot_size=slot_size, steps=steps)
+            self._interval = {}
+        self._record_data(step, commit, notes, slot_size=slot_size, inner_steps=inner_steps)
         if self._changes:
             self._changes = {}
             self._save_config()
@@ -211,7 +210,9 @@ class MetricsProcessor:
     def print_estimate(self, step: int) -> None:
         """Logs the remaining time once, after FIRST_ESTIMATE commits."""
         if self._commits == FIRST_ESTIMATE and (left_s := self.eta_s(step)) is not None:
-            self._log.info("the remaining %d steps take about %s at this pace", self._steps - step, duration(left_s))
+            self._log.info(
+                "the remaining %d steps take about %s at this pace", self._last_step - step, duration(left_s)
+            )
 
     def print_summary(self, step: int, *, verb: str, saved: str, next_command: str, groups: str) -> None:
         """Logs the closing summary of a launch at `step`. `saved`: folder of checkpoints. Goodput: share of time on committed steps."""
@@ -239,7 +240,9 @@ class MetricsProcessor:
         self.tokens = int(state["tokens"])
         self._spent = self._clocks()
 
-    def _record_data(self, step: int, commit: Commit, notes: Mapping[str, Any], *, slot_size: int, steps: int) -> None:
+    def _record_data(
+        self, step: int, commit: Commit, notes: Mapping[str, Any], *, slot_size: int, inner_steps: int
+    ) -> None:
         """Records each slot of a step, named by the position of its first sequence, with the replica group whose gradients were used. After
         a spike all of them are left out; the first step of a branch has what was left out between the checkpoint and the spike. See
         scripts/samples.py."""
@@ -249,7 +252,7 @@ class MetricsProcessor:
             skipped, slots = (*skipped, *((slot, slot + slot_size) for slot, _ in slots)), ()
         owners, holes = {str(slot): owner for slot, owner in slots}, list(commit.holes)
         row: dict[str, object] = {"slot_size": slot_size, "slots": owners, "holes": holes}
-        more: dict[str, object] = {"steps": steps} if steps > 1 else {}
+        more: dict[str, object] = {"steps": inner_steps} if inner_steps > 1 else {}
         more |= {"begin": self.begin} if self.begin and step == self.resume_step else {}
         more |= {"skipped": [list(span) for span in skipped]} if skipped else {}
         self._write("samples", step, {**row, **more, **notes})
@@ -260,13 +263,13 @@ class MetricsProcessor:
 
     def _rates(self) -> dict[str, float]:
         """Returns means over the steps since the last logging step. Throughput and MFU are per device of all groups in the quorum."""
-        steps, tokens, step_s, data_s, device_s = self._interval.values()
-        tps = _per(tokens, device_s)
+        sums = self._interval
+        tps = _per(sums["tokens"], sums["device_s"])
         rates = {
             "throughput(tps)": tps,
-            "time_metrics/end_to_end(s)": step_s / steps,
-            "time_metrics/data_loading(s)": data_s / steps,
-            "time_metrics/data_loading(%)": 100 * _per(data_s, step_s),
+            "time_metrics/end_to_end(s)": sums["step_s"] / sums["steps"],
+            "time_metrics/data_loading(s)": sums["data_s"] / sums["steps"],
+            "time_metrics/data_loading(%)": 100 * _per(sums["data_s"], sums["step_s"]),
         }
         if self._flops_per_token:
             rates["tflops"] = self._flops_per_token * tps / 1e12
@@ -277,7 +280,7 @@ class MetricsProcessor:
     def _line(self, step: int, loss: float, grad_norm: float, lr: float, rates: dict[str, float]) -> str:
         paint = self._log.paint
         fields = [
-            paint(f"step {step}/{self._steps}", "bold"),
+            paint(f"step {step}/{self._last_step}", "bold"),
             paint(f"loss {loss:.4f}", "green"),
             f"grad norm {grad_norm:.4f}",
             f"lr {lr:.2e}",
@@ -293,9 +296,9 @@ class MetricsProcessor:
     def eta_s(self, step: int) -> float | None:
         """Returns the seconds to the last step at the pace since the launch or a rewind, without the first step after it; None: unknown."""
         done = step - self._first_step
-        if done <= 0 or step >= self._steps:
+        if done <= 0 or step >= self._last_step:
             return None
-        return (self._progress.total() - self._after_first_s) / done * (self._steps - step)
+        return (self._progress.total() - self._after_first_s) / done * (self._last_step - step)
 
     def _write_metrics(self, step: int, **scalars: Any) -> None:
         self._write("metrics", step, {**scalars, "time": self._wall_clock()})

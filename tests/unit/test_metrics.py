@@ -67,7 +67,7 @@ class Run:
             config,
             log=Log(stream=self.out),
             progress=self.progress,
-            steps=steps,
+            last_step=steps,
             device=device,
             wall_clock=lambda: 1.7e9,
             **options,
@@ -89,7 +89,7 @@ class Run:
         spike: str = "", steps: int = 1, rewound: Rewound | None = None,
     ) -> None:  # fmt: skip
         commit = Commit(tokens, (0,), loss, quorum_size, tuple(slots), tuple(holes), tuple(skipped), rewound)
-        self.metrics_processor.step(step, commit, Update(0.5, 3e-4, spike), slot_size=4, steps=steps, heals=heals)
+        self.metrics_processor.step(step, commit, Update(0.5, 3e-4, spike), slot_size=4, inner_steps=steps, heals=heals)
 
     @property
     def lines(self) -> list[str]:
