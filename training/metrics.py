@@ -98,8 +98,8 @@ class MetricsProcessor:
         self, step: int, commit: Commit, update: Update, *, slot_size: int, inner_steps: int, heals: int | None = None
     ) -> None:
         """Reports committed step `step`, with `inner_steps` - 1 unreported ones before it. An `update` with `spike` was not applied.
-        `heals`: those that this group has seen, its own included, if there are groups; their metrics are charted on logging steps and whenever they
-        change."""
+        `heals`: those that this group has seen, its own included, if there are groups; their metrics are charted on logging steps and
+        whenever they change."""
         loss, (grad_norm, lr, spike), rewound = commit.mean_loss, update, commit.rewound
         tokens = 0 if spike else round(commit.divisor)
         groups = dict[str, float]()
