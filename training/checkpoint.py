@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
     from training.checkpoint_dcp import StreamingPlanner
 
-RETRY_S = 30.0  # from a failed save to its retry
+SAVE_RETRY_S = 30.0  # from a failed save to its retry
 POLL_S = 1.0  # longest wait in a collective for a copy out of an object store
 INITIAL = "initial"  # in the run's folder: the copy of an initial_load_path that is in an object store
 T = TypeVar("T")
@@ -240,14 +240,14 @@ class Checkpointer:
         return step % self._config.interval == 0 or (step == 1 and self._config.enable_first_step_checkpoint)
 
     def overdue(self, step: int) -> bool:
-        """Returns True on rank 0 if a save due by `step` is missing: it failed RETRY_S ago, or its writer group died. Does not block."""
+        """Returns True on rank 0 if a save due by `step` is missing: it failed SAVE_RETRY_S ago, or its writer group died. Never blocks."""
         if not self._saves_enabled or self._ranks.rank != 0:
             return False
         if self.saving is not None and self.saving.done() and self.saving.exception() is not None:
             return True
         has_role, had_role = self._lease.has_role, self._had_role
         if self._failed_at is not None:
-            return has_role and self._clock() - self._failed_at >= RETRY_S
+            return has_role and self._clock() - self._failed_at >= SAVE_RETRY_S
         self._had_role = has_role
         if has_role and not had_role and self._lease.shared:
             self._in_thread(self._find_newest)

@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ft.seam import GroupReleased, Seam
-from training.checkpoint import RETRY_S, Checkpointer, CheckpointFailed
+from training.checkpoint import SAVE_RETRY_S, Checkpointer, CheckpointFailed
 from training.progress import Progress
 
 POLL_S = 0.5
-PAUSE_S = 10.0  # from a failed save of the last step to its retry
+LAST_SAVE_RETRY_S = 10.0  # from a failed save of the last step to its retry
 LOG_WAIT_S = 3.0  # a longer wait for another group's save is logged
 GRACE_S = 20.0  # how long a group waits for another group's save after a stop request
 # Failures of a save. Checkpointer reports what storage refuses as CheckpointFailed; OSError: what it does not foresee is retried, too.
@@ -74,7 +74,7 @@ class Saver:
             except _FAILURES as failure:
                 if manager.may_exit:
                     raise
-                self.report(f"{failure}; retried in {RETRY_S:g} s, while training continues")
+                self.report(f"{failure}; retried in {SAVE_RETRY_S:g} s, while training continues")
                 self._failed = True
                 return
             if self._failed:
@@ -163,7 +163,7 @@ class Saver:
                 return "leave" if stop_requested else "upload"
             if stop_requested:
                 return "stop"
-            return "save" if now_s - self._tried_at >= PAUSE_S else "wait"
+            return "save" if now_s - self._tried_at >= LAST_SAVE_RETRY_S else "wait"
         if self._stop_requested_at is not None and now_s - self._stop_requested_at >= GRACE_S:
             return "stop"
         return "regroup" if manager.needs_new_quorum else "wait"
@@ -174,5 +174,5 @@ class Saver:
             self.save_now(last=True)
         except _FAILURES as failure:
             if self._failure is None:
-                self.report(f"{failure}; this is the last step: retried every {PAUSE_S:g} s until SIGTERM")
+                self.report(f"{failure}; this is the last step: retried every {LAST_SAVE_RETRY_S:g} s until SIGTERM")
             self._failure = failure

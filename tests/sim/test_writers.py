@@ -123,7 +123,7 @@ BUGS = {
     "finishes without a look": Bug(
         Checkpointer, "last_save_exists", lambda _: lambda self, step: True, 0, "has finished, and step"
     ),
-    "tries no more": Bug(checkpoint, "RETRY_S", lambda _: float("inf"), 135, "a save was due"),
+    "tries no more": Bug(checkpoint, "SAVE_RETRY_S", lambda _: float("inf"), 135, "a save was due"),
     "makes up for nobody": Bug(Checkpointer, "_find_newest", lambda _: lambda self: None, 56, "a save was due"),
     "names it too early": Bug(checkpoint_files, "publish", names_it_before_its_manifest, 3, "is torn"),
     "makes room first": Bug(checkpoint_files, "begin", makes_room_first, 5, "is gone"),

@@ -32,10 +32,10 @@ from tests.sim.baton import Baton, Condition, Disk, Outage, Process, Threading
 from tests.unit.fakes import Lines
 from training import background_writer, checkpoint, checkpoint_dcp, checkpoint_files, durable_files, sinks
 from training.background_writer import BackgroundWriter
-from training.checkpoint import RETRY_S, ROWS_STATE, CheckpointConfig, Checkpointer, CheckpointFailed
+from training.checkpoint import ROWS_STATE, SAVE_RETRY_S, CheckpointConfig, Checkpointer, CheckpointFailed
 from training.metrics_writer import SYNC_S, MetricsWriter
 from training.progress import Progress
-from training.saver import GRACE_S, PAUSE_S, Saver
+from training.saver import GRACE_S, LAST_SAVE_RETRY_S, Saver
 from training.signals import SAVE, STOP
 from training.writer_lease import WriterLease
 
@@ -724,7 +724,7 @@ class Job:
         newest = self.stands(group.folder)
         self.due = {step: due_s for step, due_s in self.due.items() if step > max(newest, self.since)}
         late_s = now_s - max(min(self.due.values(), default=now_s), self.quiet_since_s)
-        retry_s = RETRY_S if self.disk.outages else 0.0
+        retry_s = SAVE_RETRY_S if self.disk.outages else 0.0
         self.must(
             late_s <= retry_s + 3 * self.plan.step_s + 1,
             f"a save was due {late_s:.1f} s ago at step {min(self.due, default=0)}, and {newest} is the newest",
@@ -735,7 +735,10 @@ class Job:
         stands = max(self.stands(folder) for folder in self.folders())
         self.must(stands >= self.plan.steps, f"{group.name} has finished, and step {stands} is the newest")
         late_s = self.baton.now_s - max(self.moved_s, self.quiet_since_s)
-        self.must(late_s <= PAUSE_S + GRACE_S, f"{group.name} has finished {late_s:.1f} s after nothing was in the way")
+        self.must(
+            late_s <= LAST_SAVE_RETRY_S + GRACE_S,
+            f"{group.name} has finished {late_s:.1f} s after nothing was in the way",
+        )
 
     def folders(self) -> list[Path]:
         names = "abcd"[: self.plan.groups]

@@ -17,7 +17,7 @@ import pytest
 
 from tests.unit.checkpoint_job import Job, data_file, flip_a_bit, same, steps_in
 from training import checkpoint_files
-from training.checkpoint import RETRY_S, CheckpointFailed
+from training.checkpoint import SAVE_RETRY_S, CheckpointFailed
 from training.progress import Progress
 from training.saver import Saver
 from training.sinks import METRICS, last_rows
@@ -220,14 +220,14 @@ def test_a_save_that_failed_is_due_again_after_a_pause(tmp_path: Path, async_mod
             assert job.checkpointer.overdue(4), "it is told at the next step, not at the next checkpoint"
             with pytest.raises(CheckpointFailed):
                 job.checkpointer.save(4)
-    now[0] = RETRY_S - 1
+    now[0] = SAVE_RETRY_S - 1
     assert not job.checkpointer.overdue(5)
-    now[0] = RETRY_S
+    now[0] = SAVE_RETRY_S
     assert job.checkpointer.overdue(5)
     job.train(1)
     job.checkpointer.save(5)
     job.checkpointer.wait()
-    now[0] = 3 * RETRY_S
+    now[0] = 3 * SAVE_RETRY_S
     assert not job.checkpointer.overdue(6) and steps_in(tmp_path) == [2, 5]
 
 

@@ -13,7 +13,7 @@ from tests.unit.checkpoint_job import steps_in
 from tests.unit.test_checkpoint_groups import Group
 from training.checkpoint import CheckpointFailed
 from training.progress import Progress
-from training.saver import GRACE_S, PAUSE_S, Saver
+from training.saver import GRACE_S, LAST_SAVE_RETRY_S, Saver
 
 LAST = 4
 
@@ -111,7 +111,7 @@ def test_failing_storage_is_tried_until_it_works(tmp_path: Path):
     end = End(tmp_path, 1)
     message = "checkpoint: step 4 not saved: No space left on device"
     end.fails = CheckpointFailed(message)
-    end.happens[5 * PAUSE_S + 1] = lambda: setattr(end, "fails", None)
+    end.happens[5 * LAST_SAVE_RETRY_S + 1] = lambda: setattr(end, "fails", None)
     end.make()
     assert end.tries == 7 and steps_in(tmp_path) == [LAST] and end.manager.told == [True]
     [told] = end.told
