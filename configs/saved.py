@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from configs.errors import ConfigError, raise_problems
 from configs.keys import to_text
@@ -24,52 +24,49 @@ from training.durable_files import replace_file
 from training.object_store import ObjectStore, check_url, is_url
 
 BATCH = "training.global_batch_size"
-# Settings that must not change. All others may change between launches: length, layout, number of ranks, checkpoints, ...
-_IDENTITY = (
-    "model.",
-    "optimizer.",
-    "lr_scheduler.",
-    "training.dataset",
-    "training.sources",
-    "training.skip",
-    "training.seq_len",
-    "training.global_batch_size",
-    "training.document_mask",
-    "training.max_norm",
-    "training.on_spike",
-    "training.spike_",
-    "training.seed",
-    "training.dtype",
-    "fault_tolerance.semi_sync_method",
-    "fault_tolerance.sync_steps",
-    "fault_tolerance.num_fragments",
-    "fault_tolerance.fragment_",
-    "fault_tolerance.outer_",
-    "fault_tolerance.should_quantize",
-)
-_IDENTITY_EXCEPTIONS = (  # exceptions to _IDENTITY: may change between launches, not between groups
-    "optimizer.implementation",  # the same update rule, rounded differently
-    "lr_scheduler.total_steps",  # the length of the run, as training.steps
-)
+LOCAL_BATCH = "training.local_batch_size"
+# Key prefix -> when such a setting may change between launches; the longest prefix of a key counts. All but free ones must be equal in all
+# replica groups.
+# never: it would be another run
+# order: if resume.allow names it, where data has random access, which then begins anew (training/data/dataset.py)
+# rule: if resume.allow names it; what an older state lacks for it begins anew (EMA, spike window)
+# groups: always, as length and layout
+# free: always, and groups may differ in it
+Change = Literal["never", "order", "rule", "groups", "free"]
+_CHANGES: dict[str, Change] = {
+    "": "free",
+    "model.": "never",
+    "optimizer.": "rule",
+    "optimizer.name": "never",
+    "optimizer.implementation": "groups",  # the same update rule, rounded differently
+    "lr_scheduler.": "rule",
+    "lr_scheduler.total_steps": "groups",  # the length of the run, as training.steps
+    "training.steps": "groups",
+    "training.dataset": "order",
+    "training.sources": "order",
+    "training.seq_len": "order",
+    "training.seed": "order",
+    "training.skip": "rule",
+    "training.document_mask": "rule",
+    "training.max_norm": "rule",
+    "training.on_spike": "rule",
+    "training.spike_": "rule",
+    BATCH: "rule",
+    LOCAL_BATCH: "rule",  # where it determines the global one: _matters
+    "training.dtype": "never",
+    "float8.": "groups",
+    "parallelism.": "groups",
+    "fault_tolerance.": "groups",
+    "fault_tolerance.semi_sync_method": "never",
+    "fault_tolerance.sync_steps": "never",
+    "fault_tolerance.num_fragments": "never",
+    "fault_tolerance.fragment_": "never",
+    "fault_tolerance.outer_": "never",
+    "fault_tolerance.should_quantize": "never",
+    "fault_tolerance.interface": "free",  # depends on the machine
+    "fault_tolerance.slots_per_step": "free",  # ft/start.py adds the resolved value to the fingerprint
+}
 _NO_SUCH_KEY = "no such key"
-# resume.allow may name these: what an older state lacks for them begins anew (EMA, spike window)
-_UPDATE_RULE = (
-    "optimizer.",
-    "lr_scheduler.",
-    "training.document_mask",
-    "training.max_norm",
-    "training.on_spike",
-    "training.spike_",
-    "training.skip",
-    BATCH,
-    "training.local_batch_size",
-)
-# resume.allow may name these where data has random access, which then begins anew (training/data/dataset.py)
-_ORDER = ("training.dataset", "training.sources", "training.seq_len", "training.seed")
-# may change between launches, but not between groups; those in _IDENTITY may change in neither
-_SHARED_BY_GROUPS = ("parallelism.", "fault_tolerance.", "float8.", "training.steps")
-# exceptions to _SHARED_BY_GROUPS: the first depends on the machine; of the second ft/start.py adds the resolved value to the fingerprint
-_MAY_DIFFER_BETWEEN_GROUPS = ("fault_tolerance.interface", "fault_tolerance.slots_per_step")
 
 
 def to_toml(config: RunConfig, *, without: str = "") -> str:
@@ -113,9 +110,7 @@ def shared_setting_digests(config: RunConfig) -> tuple[tuple[str, str], ...]:
     return tuple(
         (key, hashlib.sha256(text.encode()).hexdigest()[:16])
         for key, text in _texts(as_tables(config))
-        if _matters(key, config)
-        or key in _IDENTITY_EXCEPTIONS
-        or (key.startswith(_SHARED_BY_GROUPS) and key not in _MAY_DIFFER_BETWEEN_GROUPS)
+        if _matters(key, config) or _change(key) == "groups"
     )
 
 
@@ -146,12 +141,11 @@ def check_saved(config: RunConfig, folder: Path, *, world_size: int | None = Non
     differences = list(_differences(config, before, world_size))
     kinds = (config.training.dataset, before.get("training", {}).get("dataset"))
     # a stream has one order, and no position that another data set could continue
-    fixed = _ORDER if "huggingface" in kinds else ()
-    refused = [each for each in differences if each[0] not in config.resume.keys or each[0].startswith(fixed)]
+    allowed = ("rule",) if "huggingface" in kinds else ("rule", "order")
+    refused = [each for each in differences if each[0] not in config.resume.keys or _change(each[0]) not in allowed]
     problems = [f"{config.origin.place(key)}: saved {old}, now {new}" for key, old, new in refused]
     if problems:
-        may = [key for key, _, new in refused if _may_be_allowed(key) and new != _NO_SUCH_KEY]
-        if can := [key for key in may if not key.startswith(fixed)]:
+        if can := [key for key, _, new in refused if _change(key) in allowed and new != _NO_SUCH_KEY]:
             allow = ",".join(dict.fromkeys((*config.resume.keys, *can)))
             problems.append(
                 f"to continue this run with the new {' and '.join(can)} from the next step on: --resume.allow={allow}"
@@ -179,15 +173,15 @@ def _check_sees_checkpoints(config: RunConfig, folder: Path, before: Mapping[str
     )
 
 
-def _may_be_allowed(key: str) -> bool:
-    return key.startswith((*_UPDATE_RULE, *_ORDER)) and key != "optimizer.name"
+def _change(key: str) -> Change:
+    return _CHANGES[max(filter(key.startswith, _CHANGES), key=len)]
 
 
 def _check_allowed(config: RunConfig) -> None:
     keys = [key for key, _ in _texts(as_tables(config))]
     for key in config.resume.keys:
-        if key not in keys or not _may_be_allowed(key):
-            legal = [each for each in keys if _may_be_allowed(each)]
+        if key not in keys or _change(key) == "never":
+            legal = [each for each in keys if _change(each) in ("order", "rule")]
             near = difflib.get_close_matches(key, legal, n=1)
             why = "cannot change in a run" if key in keys else "no such key"
             raise ConfigError(
@@ -205,7 +199,7 @@ def _differences(
     old = {**dict(_texts(as_tables(type(config)(model=type(config.model)())))), **saved}
     batch = int(old[BATCH])
     if config.training.global_batch_size == -1 and batch != -1:  # -1 is saved as resolved; the local size may change
-        for key in (BATCH, "training.local_batch_size"):
+        for key in (BATCH, LOCAL_BATCH):
             now.pop(key)
             saved.pop(key, None)
         sequences = config.training.local_batch_size
@@ -227,6 +221,6 @@ def _differences(
 
 
 def _matters(key: str, config: RunConfig) -> bool:
-    if key == "training.local_batch_size":
+    if key == LOCAL_BATCH:
         return config.training.global_batch_size == -1  # then it determines the global batch size
-    return key.startswith(_IDENTITY) and key not in _IDENTITY_EXCEPTIONS
+    return _change(key) in ("never", "order", "rule")
