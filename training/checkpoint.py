@@ -380,23 +380,54 @@ class Checkpointer:
         """Copies the newest checkpoint `before` a step out of the object store, or step `wanted` if >= 0, unless the folder has a newer
         one. Raises CheckpointFailed if the store does not answer."""
         assert self._uploader
+        abandoned, goes_back = self._uploader.abandoned, math.isfinite(before)
+        stored = {step: found for step, found in self._stored().items() if not found or abandoned.get(step) != found}
+        self._uploader.replaceable.update(stored)  # by this launch, if it trains these steps again
+        if wanted >= 0 and wanted not in (*stored, *files.list_steps(self.folder)):
+            phrase = steps_phrase([*stored], wanted)
+            raise ValueError(f"checkpoint.load_step = {wanted}: not in {self.place}, nor in {self.folder}; {phrase}")
+        damaged = []
+        for step, is_newer in self._candidates(stored, wanted, before):
+            try:
+                if self._extra_files and is_newer and not goes_back:
+                    # rows that another machine wrote; before the checkpoint, since a start that finds the step on disk fetches
+                    # nothing more
+                    self._uploader.store.fetch_files(self.folder.parent)
+                self._copy(self._uploader.store, step, self.folder)
+                # a group that does not write removes its older ones nowhere else
+                if self._saves_enabled and self._lease.shared and wanted < 0 and not goes_back:
+                    in_use, keep = self._uploader.in_use, self._config.keep_latest_k
+                    with suppress(OSError):
+                        files.prune(self.folder, keep, written=step, damaged=self._damaged, in_use=in_use)
+                break
+            except Damaged as damage:
+                damaged.append(f"step {step}: {damage}")
+                self._log.warning("checkpoint: step %d in %s is damaged and not used: %s", step, self.place, damage)
+            except OSError as error:  # of the store, or of a full disk
+                what = f"checkpoint: step {step} cannot be copied from {self.place} to {self.folder}"
+                raise CheckpointFailed(f"{what}: {files.reason(error)}; the next launch copies the rest") from None
+        else:
+            if damaged and not files.list_steps(self.folder):
+                raise CheckpointFailed(f"checkpoint: no checkpoint in {self.place} is intact ({'; '.join(damaged)})")
+        for step in stored:  # what an earlier launch had begun to copy, if it is not needed any more
+            files.discard(self.folder, step, fetch_suffix(self._fetcher))
+        if self._saves_enabled and not self._uploader.done and not self._uploader.in_use:  # none is on its way
+            self._uploader.tidy()
+
+    def _candidates(self, stored: Mapping[int, Manifest | None], wanted: int, before: float) -> list[tuple[int, bool]]:
+        """Returns the steps of the object store that `_fetch` may copy, the best first, each with True if it is newer than the folder's
+        newest. If the folder has one, older steps are left out, and so are those that come last: weights alone, and what a group saved as
+        it left, where the folder has that step or the run goes back."""
         goes_back = math.isfinite(before)
 
         def is_unfit(step: int) -> bool:
             path = files.step_folder(self.folder, step)
             return step >= before or (goes_back and self._is_foreign(step, manifest_or_problem(path)))
 
-        unfit = list(filter(is_unfit, files.list_steps(self.folder)))
-        own, abandoned = files.newest(self.folder, exclude=unfit), self._uploader.abandoned
-        stored = {step: found for step, found in self._stored().items() if not found or abandoned.get(step) != found}
+        own = files.newest(self.folder, exclude=list(filter(is_unfit, files.list_steps(self.folder))))
         recency = {step: found.recency if found else (0, step) for step, found in stored.items()}
         own_recency = files.recency(self.folder, own)
-        self._uploader.replaceable.update(stored)  # by this launch, if it trains these steps again
-        if wanted >= 0 and wanted not in (*stored, *files.list_steps(self.folder)):
-            phrase = steps_phrase([*stored], wanted)
-            raise ValueError(f"checkpoint.load_step = {wanted}: not in {self.place}, nor in {self.folder}; {phrase}")
-        damaged = []
-        passed_over = {  # weights alone, and what a group saved as it left, where the disk has that step or the run goes back
+        last = {
             step
             for step, found in stored.items()
             if found
@@ -406,34 +437,12 @@ class Checkpointer:
                 or (goes_back and self._is_foreign(step, found))
             )
         }
-        for step in sorted(stored, key=lambda step: (step not in passed_over, recency[step]), reverse=True):
-            is_useful = step < before and (own is None or (step not in passed_over and recency[step] >= own_recency))
-            if step == wanted or (wanted < 0 and is_useful):
-                try:
-                    if self._extra_files and recency[step] > own_recency and not goes_back:
-                        # rows that another machine wrote; before the checkpoint, since a start that finds the step on disk fetches
-                        # nothing more
-                        self._uploader.store.fetch_files(self.folder.parent)
-                    self._copy(self._uploader.store, step, self.folder)
-                    # a group that does not write removes its older ones nowhere else
-                    if self._saves_enabled and self._lease.shared and wanted < 0 and not goes_back:
-                        in_use, keep = self._uploader.in_use, self._config.keep_latest_k
-                        with suppress(OSError):
-                            files.prune(self.folder, keep, written=step, damaged=self._damaged, in_use=in_use)
-                    break
-                except Damaged as damage:
-                    damaged.append(f"step {step}: {damage}")
-                    self._log.warning("checkpoint: step %d in %s is damaged and not used: %s", step, self.place, damage)
-                except OSError as error:  # of the store, or of a full disk
-                    what = f"checkpoint: step {step} cannot be copied from {self.place} to {self.folder}"
-                    raise CheckpointFailed(f"{what}: {files.reason(error)}; the next launch copies the rest") from None
-        else:
-            if damaged and not files.list_steps(self.folder):
-                raise CheckpointFailed(f"checkpoint: no checkpoint in {self.place} is intact ({'; '.join(damaged)})")
-        for step in stored:  # what an earlier launch had begun to copy, if it is not needed any more
-            files.discard(self.folder, step, fetch_suffix(self._fetcher))
-        if self._saves_enabled and not self._uploader.done and not self._uploader.in_use:  # none is on its way
-            self._uploader.tidy()
+        steps = [wanted] if wanted in stored else []
+        if wanted < 0:
+            as_new = {step for step in stored if step not in last and recency[step] >= own_recency}
+            steps = [step for step in stored if step < before and (own is None or step in as_new)]
+        steps.sort(key=lambda step: (step not in last, recency[step]), reverse=True)
+        return [(step, recency[step] > own_recency) for step in steps]
 
     def _fetch_again(self, step: int) -> Manifest | None:
         """Replaces a damaged checkpoint, on rank 0, by that of the object store; None: it has no intact one."""
