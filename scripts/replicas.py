@@ -19,7 +19,7 @@ import threading
 import time
 import webbrowser
 from collections.abc import Mapping, Sequence
-from contextlib import closing, suppress
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
@@ -47,7 +47,6 @@ from training.signals import SAME_SIGNAL_S, stop_signals  # noqa: E402
 
 if TYPE_CHECKING:
     from configs.schema import RunConfig
-    from training.durable_files import RunLock
 
 POLL_S = 0.1
 LIGHTHOUSE_STOP_S = 5.0  # for the lighthouse to end, when the groups have
@@ -247,7 +246,7 @@ def main(argv: list[str]) -> int:
     except OSError as error:
         say(str(error))
         return 1
-    with closing(lock):
+    with lock:
         ranks = len(devices[0]) or LaunchSettings.read(os.environ).nproc or 1
         try:
             env = environment(config.run_folder, number, ranks)
@@ -272,19 +271,22 @@ def main(argv: list[str]) -> int:
         return 128 + received[0][0] if code == STOPPED_EARLY and received else code
 
 
-def lock_groups(folder: Path) -> RunLock:
-    """Locks a job's folder of groups. A second launch would replace the token of a running job, and its groups could not rejoin; so
-    groups that outlive their launch count, too. Raises ValueError: one is running."""
+def lock_groups(folder: Path) -> ExitStack:
+    """Locks a job's folder of groups, and its run's folder against launches without groups, also while all groups start again. A second
+    launch would replace the token of a running job, and its groups could not rejoin; so groups that outlive their launch count, too.
+    Raises ValueError: one is running."""
     from training.durable_files import RunLock
 
-    lock = RunLock(folder)
+    locks = ExitStack()
     try:
+        locks.enter_context(closing(RunLock(folder.parent, shared=True)))
+        locks.enter_context(closing(RunLock(folder)))
         for group in sorted(folder.glob("*/lock")):
             RunLock(group.parent).close()
     except ValueError:
-        lock.close()
+        locks.close()
         raise
-    return lock
+    return locks
 
 
 def run(

@@ -238,7 +238,9 @@ class Components:
         config, folder, shared = self.config, self.config.run_folder, self.config.fault_tolerance.enable
         is_rank0 = self.world.global_rank == 0
         if is_rank0:
-            self.cleanup.enter_context(closing(RunLock(self.group_folder)))
+            self.cleanup.enter_context(closing(RunLock(folder, shared=shared)))
+            if shared:
+                self.cleanup.enter_context(closing(RunLock(self.group_folder)))
         self.metrics_processor = MetricsProcessor(
             config.metrics,
             log=self.log,

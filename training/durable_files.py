@@ -86,10 +86,11 @@ class AppendedFile:
             os.close(fd)
 
 
-def try_lock(descriptor: int) -> bool | None:
-    """Locks an open file until it is unlocked or the process ends. False: another process holds it; None: the file system has no locks."""
+def try_lock(descriptor: int, *, shared: bool = False) -> bool | None:
+    """Locks an open file until it is unlocked or the process ends. `shared`: beside other shared locks. False: another process holds it;
+    None: the file system has no locks."""
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(descriptor, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
         return True
     except BlockingIOError:
         return False
@@ -150,12 +151,13 @@ def _replacement(path: Path) -> Iterator[IO[bytes]]:
 
 
 class RunLock(AppendedFile):
-    """Locks a run's folder until `close` or the process ends: two launches would tidy each other's saves. Raises ValueError if locked."""
+    """Locks a run's folder until `close` or the process ends: two launches would tidy each other's saves. Raises ValueError if locked.
+    `shared`: for a job of replica groups, which share the run's folder with each other, but not with a launch without groups."""
 
-    def __init__(self, run_folder: Path) -> None:
+    def __init__(self, run_folder: Path, *, shared: bool = False) -> None:
         run_folder.mkdir(parents=True, exist_ok=True)
         super().__init__(run_folder / "lock")
-        locked = try_lock(self._fd)
+        locked = try_lock(self._fd, shared=shared)
         self.read_size()  # another launch may have written its name since the file was opened
         if locked is False:  # None, a file system without locks: the run is not guarded
             owner = self.read(0, self.size_bytes).decode().strip() or "another process"
@@ -164,9 +166,14 @@ class RunLock(AppendedFile):
                 f"job.name: {run_folder} is in use by {owner}; wait for it, stop it, or start another run with --job.name "
                 "NAME, or, if this is a replica group's folder, give each group its own REPLICA_GROUP_ID"
             )
+        # a process that shares the lock may end before the others: its name would mislead
+        owner = (
+            "replica groups, named in groups/*/lock" if shared else f"process {os.getpid()} on {socket.gethostname()}"
+        )
         with suppress(OSError):  # on a full disk the lock is held without the owner's name
-            self.truncate(0)
-            self.append(f"process {os.getpid()} on {socket.gethostname()}".encode())
+            if self.read(0, self.size_bytes) != owner.encode():
+                self.truncate(0)
+                self.append(owner.encode())
 
     def close(self) -> None:
         with suppress(OSError):

@@ -23,7 +23,6 @@ import subprocess
 import sys
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -161,15 +160,13 @@ class SlurmStep(replicas.ReplicaSupervisor):
 
 
 def main(argv: list[str]) -> int:
-    from training.durable_files import RunLock
-
     received = replicas.collect_signals(signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
     try:
         argv = replicas.enabled(argv)
         nodes = Nodes.read(os.environ, ask)
         port = whole(os.environ, "LIGHTHOUSE_PORT", least=0)
         config, restarts, grace_s = replicas.prepare(argv, len(nodes.of), nodes=nodes.per_group)
-        lock = RunLock(config.run_folder / "groups")
+        lock = replicas.lock_groups(config.run_folder / "groups")
         folder, before = config.run_folder / "groups", saved(config)
         env = replicas.environment(config.run_folder, len(nodes.of))
         lighthouse = replicas.LighthouseSupervisor(config, env, bind=str(Endpoint(all_interfaces(), port)), http="")
@@ -182,7 +179,7 @@ def main(argv: list[str]) -> int:
     env["TORCHFT_LIGHTHOUSE"] = lighthouse.address
     steps = [SlurmStep(name, argv, env, folder / f"{name}.log", restarts, nodes) for name in nodes.of]
     say(f"job {nodes.job}: " + "; ".join(f"group {name} on {' '.join(mine)}" for name, mine in nodes.of.items()))
-    with closing(lock):
+    with lock:
         # scancel signals all job steps; SIGTERM to srun would kill its step
         stop = ("scancel", "--signal=TERM", nodes.job)
         code = replicas.run(steps, lighthouse, received, grace_s, stop)

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import re
 import sys
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 import pytest
 
 from ft import LighthouseServer
 from tests.scripts.tiny_job import ROOT, WAIT_S, Started, write_job
+from training.durable_files import RunLock
 
 TOKEN = "a" * 32
 NOBODY = "http://127.0.0.1:1"  # no lighthouse listens there
@@ -22,7 +23,7 @@ NOBODY = "http://127.0.0.1:1"  # no lighthouse listens there
 class Group(Started):
     def __init__(self, folder: Path, name: str, lighthouse: str, *arguments: str, **env: str) -> None:
         """In a folder of its own, as on a machine of its own."""
-        folder.mkdir()
+        folder.mkdir(exist_ok=True)
         write_job(folder)
         said = {"TORCHFT_LIGHTHOUSE": lighthouse, "REPLICA_GROUP_ID": name, "PHAROS_TOKEN": TOKEN, **env}
         steps = ("--training.steps=100000", "--checkpoint.enable=false", "--fault_tolerance.enable=true")
@@ -60,6 +61,11 @@ def test_each_is_told_why_and_the_job_goes_on(cleanup: ExitStack, tmp_path: Path
     other = start("other", "1", at, "--optimizer.lr=0.5", "--model.hidden_dim=96")
     stranger = start("stranger", "2", at, PHAROS_TOKEN="b" * 32)
     lost = start("lost", "3", NOBODY, TORCHFT_CONNECT_TIMEOUT_SEC="1")
+    with pytest.raises(ValueError, match="is in use by replica groups"):
+        RunLock(tmp_path / "good" / "outputs" / "tiny")
+    with closing(RunLock(tmp_path / "beside" / "outputs" / "tiny")):  # as of a run without groups
+        code, said = start("beside", "4", at).refused()
+        assert code == 2 and "outputs/tiny is in use by process" in said
     code, said = twin.refused()
     assert code == 2 and said.startswith('pharos: group 0 cannot take part: two groups with the name "0": 0:')
     code, said = other.refused()

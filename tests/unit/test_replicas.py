@@ -402,7 +402,9 @@ def test_the_number_of_groups_may_stand_anywhere():
     assert read_groups(["--groups=2", "a.toml"]) == (2, ["a.toml"])
 
 
-@pytest.mark.parametrize("running", ["groups", "groups/1"], ids=["the launch", "a group that outlives it"])
+@pytest.mark.parametrize(
+    "running", ["", "/groups", "/groups/1"], ids=["a launch without groups", "the launch", "a group that outlives it"]
+)
 def test_a_second_start_of_a_job_that_goes_on_takes_nothing_from_it(
     running: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
@@ -410,12 +412,13 @@ def test_a_second_start_of_a_job_that_goes_on_takes_nothing_from_it(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a.toml").write_text("[model]\ndim = 32\nn_heads = 2\nn_kv_heads = 2\n")
     groups = tmp_path / "outputs" / "a" / "groups"
-    with closing(RunLock(groups.parent / running)):
+    groups.mkdir(parents=True)
+    with closing(RunLock(Path(f"{groups.parent}{running}"))):
         token = Path(environment(groups.parent, 2)["PHAROS_TOKEN_FILE"]).read_text()
         assert main(["a.toml", "--groups=2"]) == 2
         assert (groups / "token").read_text() == token
     said = capsys.readouterr().err
-    assert re.fullmatch(rf"pharos: job.name: outputs/a/{running} is in use by process \d+ on .+\n", said)
+    assert re.fullmatch(rf"pharos: job.name: outputs/a{running} is in use by process \d+ on .+\n", said)
 
 
 def test_the_cores_are_divided_among_the_ranks_of_all_groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

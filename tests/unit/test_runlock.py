@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
 import sys
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -42,3 +44,24 @@ def test_a_killed_start_holds_nothing(tmp_path: Path) -> None:
     child.send_signal(signal.SIGKILL)
     child.communicate()
     RunLock(tmp_path).close()
+
+
+def test_replica_groups_share_the_folder_with_each_other_only(tmp_path: Path) -> None:
+    with closing(RunLock(tmp_path)), pytest.raises(ValueError, match=f"is in use by process {os.getpid()} on"):
+        RunLock(tmp_path, shared=True)
+    first, second = RunLock(tmp_path, shared=True), RunLock(tmp_path, shared=True)
+    first.close()
+    with pytest.raises(ValueError, match=r"is in use by replica groups, named in groups/\*/lock;"):
+        RunLock(tmp_path)
+    RunLock(tmp_path, shared=True).close()
+    second.close()
+    RunLock(tmp_path).close()
+
+
+def test_a_file_system_without_locks_guards_neither(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def flock(descriptor: int, operation: int) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr("fcntl.flock", flock)
+    with closing(RunLock(tmp_path)), closing(RunLock(tmp_path, shared=True)), closing(RunLock(tmp_path)):
+        pass

@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import re
+import subprocess
+import sys
+from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,6 +16,7 @@ import pytest
 
 from scripts.slurm import groups
 from scripts.slurm.groups import Nodes, SlurmStep
+from training.durable_files import RunLock
 
 
 class Slurm:
@@ -118,3 +124,19 @@ def test_a_run_is_finished_when_its_last_step_is_written(tmp_path: Path, rows: s
     text = "".join(json.dumps({"step": int(row)}) + row[len(row.rstrip()) :] for row in rows.splitlines(keepends=True))
     (tmp_path / "samples.jsonl").write_text(text)
     assert groups.finished(config) == done
+
+
+def test_a_run_without_groups_is_not_joined(tmp_path: Path):
+    """The programs of Slurm say what a job on one node has."""
+    program(
+        tmp_path / "scontrol", 'case $* in *hostnames*) echo n1 ;; *) echo "NodeName=n1 NodeAddr=127.0.0.1" ;; esac'
+    )
+    (tmp_path / "a.toml").write_text("[model]\ndim = 32\nn_heads = 2\nn_kv_heads = 2\n")
+    path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
+    env = {**os.environ, "PATH": path, "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n1"}
+    with closing(RunLock(tmp_path / "outputs" / "a")):
+        ended = subprocess.run(
+            [sys.executable, groups.__file__, "a.toml"], cwd=tmp_path, env=env, capture_output=True, text=True
+        )
+    assert (ended.returncode, ended.stdout) == (2, "")
+    assert re.fullmatch(r"pharos: job.name: outputs/a is in use by process \d+ on .+\n", ended.stderr)
