@@ -9,6 +9,7 @@ import importlib
 import json
 import math
 import os
+import re
 import socket
 import time
 import uuid
@@ -134,7 +135,9 @@ class TensorBoardSink:
         at_s = int(time.time())
         for path in sorted(folder.glob(f"{EVENTS}*")):
             # TensorBoard reads files in the order of their names; a different host's clock, or a launch in the same second, may be ahead.
-            at_s = max(at_s, 1 + int(path.name.removeprefix(EVENTS).split(".")[0]))
+            if not (number := re.match(r"\d+", path.name.removeprefix(EVENTS))):
+                continue  # no launch's file: a copy that somebody named
+            at_s = max(at_s, 1 + int(number[0]))
             if kept_step is None:
                 path.unlink()
         self._file = AppendedFile(folder / f"{EVENTS}{at_s:010d}.{socket.gethostname()}.{os.getpid()}.0")

@@ -141,6 +141,20 @@ def test_a_record_that_a_kill_or_a_disk_has_damaged_ends_only_its_file(tmp_path:
     assert events(tmp_path) == [(1, 1.0), (2, 1.0), (3, 2.0)]
 
 
+@pytest.mark.parametrize("kept_step", [None, 4])
+def test_a_copy_that_is_named_like_an_event_file_takes_nothing_from_the_run(
+    tmp_path: Path, kept_step: int | None
+) -> None:
+    copy = tmp_path / "tb" / "events.out.tfevents.old"
+    copy.parent.mkdir()
+    copy.write_bytes(b"")
+    sinks = Sinks(tmp_path, tensorboard_folder="tb", kept_step=kept_step)
+    write(sinks, 5, 6)
+    sinks.close()
+    assert [row["step"] for row in rows(tmp_path)] == [5, 6] == [step for step, _ in events(tmp_path / "tb")]
+    assert copy.exists()
+
+
 def test_wandb_continues_its_run_after_a_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[Any] = []
 
