@@ -187,6 +187,15 @@ def test_a_store_is_verified(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert "shard 00001 differs from its digest" in capsys.readouterr().err
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="a device of Linux")
+@pytest.mark.parametrize("file", ["00000.bin", "00000.npy"])
+def test_a_full_disk_is_called_so(file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / file).symlink_to("/dev/full")
+    assert prepare(write_jsonl(tmp_path / "a.jsonl", DOCUMENTS), "--out", "out") == 1
+    assert capsys.readouterr().err.endswith("No space left on device\n")
+
+
 class TestBadInput:
     def test_missing_or_unknown_files(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
         write_jsonl(tmp_path / "data.jsonl", DOCUMENTS)

@@ -28,6 +28,7 @@ from training.progress import quantity
 from training.tokenizer import ByteTokenizer
 
 TEXTS = [f"document {number}" for number in range(20)]
+ROOT = Path(__file__).resolve().parents[2]
 TRUSTED = {"MIN_AGE_NS": -(10**18)}  # files are taken to be old
 
 
@@ -167,6 +168,23 @@ def test_a_cache_that_cannot_be_written_is_refused_or_the_machines_fault(
     monkeypatch.setattr(Path, "mkdir", full)
     with pytest.raises(OSError, match=r"^the data cache .*/other cannot be written: No space left on device$"):
         open_small(files_config(corpus_file), tmp_path / "other")
+
+
+@pytest.mark.parametrize(("texts", "most"), [(["word " * 400], 1000), (["a"] * 300, 2000)], ids=["ids", "bounds"])
+def test_a_disk_that_takes_no_more_is_called_so(texts: list[str], most: int, tmp_path: Path) -> None:
+    """A limit on the size of a file, in a process of its own."""
+    corpus = write_jsonl(tmp_path / "corpus.jsonl", texts)
+    program = (
+        "import resource, sys\n"
+        "from pathlib import Path\n"
+        "from tests.unit.data_corpus import files_config, open_small\n"
+        "most = int(sys.argv[3])\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))\n"
+        "open_small(files_config(sys.argv[1]), Path(sys.argv[2]))\n"
+    )
+    command = [sys.executable, "-c", program, corpus, tmp_path / "cache", str(most)]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert ended.stderr.endswith(f"OSError: the data cache {tmp_path}/cache cannot be written: File too large\n")
 
 
 class TestTokens:

@@ -28,7 +28,7 @@ from pathlib import Path
 
 import numpy as np
 
-from training.data.sources import Source, TextSource, TokenSource, check_ids, map_ids, no_text, stamp_of
+from training.data.sources import Source, TextSource, TokenSource, check_ids, map_ids, no_text, save_array, stamp_of
 from training.durable_files import replace_file, sync_path, try_lock
 from training.log import Log
 from training.progress import Bar
@@ -298,7 +298,7 @@ class _Writer:
     def flush(self) -> None:
         if self._waiting:
             ids, lengths = self._tokenizer.encode_documents(self._waiting)
-            ids.astype(self._dtype, copy=False).tofile(self._file)
+            self._file.write(np.ascontiguousarray(ids, self._dtype).data)  # as in save_array
             self._lengths.append(lengths)
             self.tokens += len(ids)
             self.largest_id = max(self.largest_id, int(ids.max()))
@@ -306,8 +306,8 @@ class _Writer:
 
     def finish(self, meta: Meta) -> None:
         lengths = np.concatenate(self._lengths)
-        np.save(self._folder / "documents.npy", np.concatenate((np.zeros(1, np.int64), np.cumsum(lengths))))
-        np.save(self._folder / "buckets.npy", np.frombuffer(self.buckets, dtype=np.uint16))
+        save_array(self._folder / "documents.npy", np.concatenate((np.zeros(1, np.int64), np.cumsum(lengths))))
+        save_array(self._folder / "buckets.npy", np.frombuffer(self.buckets, dtype=np.uint16))
         (self._folder / "meta.json").write_text(json.dumps(asdict(meta), indent=1))
         for path in (*self._folder.iterdir(), self._folder):
             sync_path(path)

@@ -320,6 +320,19 @@ def text_of_record(record: Any, key: str, place: str, setting: str = "training.d
         raise ValueError(f'{place}: "{key}" is not Unicode at character {error.start}') from error
 
 
+class _Written:
+    """A file of which np.save knows only `write`."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self.write = file.write
+
+
+def save_array(path: Path, array: np.ndarray) -> None:
+    """Writes a .npy file. Raises OSError with its cause, which ndarray.tofile, used by np.save for a file, does not know (a full disk)."""
+    with path.open("wb") as file:
+        np.save(_Written(file), array)
+
+
 def map_ids(path: Path, dtype: str) -> np.ndarray:
     """Returns the ids [N] of a .npy, or of a .bin of `dtype`, memory-mapped. Raises OSError or ValueError."""
     if path.suffix == ".npy":

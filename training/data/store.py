@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from training.config import os_errors_of
-from training.data.sources import TOKEN_TYPES, map_ids
+from training.data.sources import TOKEN_TYPES, map_ids, save_array
 from training.durable_files import replace_file, sync_path, try_lock
 
 FORMAT = 1
@@ -187,7 +187,7 @@ class StoreWriter:
             held = np.repeat(held_out, lengths)
             self._held.append((ids[held], lengths[held_out]))
             ids, lengths = ids[~held], lengths[~held_out]
-        ids.tofile(self._file)
+        self._file.write(np.ascontiguousarray(ids).data)  # as in save_array
         self._lengths.append(lengths)
         self._tokens += len(ids)
 
@@ -235,7 +235,7 @@ class StoreWriter:
         number, train_tokens = len(self.shards), self._tokens
         train_documents = sum(map(len, self._lengths))
         for ids, lengths in self._held:
-            ids.tofile(self._file)
+            self._file.write(np.ascontiguousarray(ids).data)  # as in save_array
             self._lengths.append(lengths)
             self._tokens += len(ids)
         self._file.close()
@@ -253,7 +253,7 @@ class StoreWriter:
             train_tokens = self._tokens - cut
             train_documents = int(np.searchsorted(bounds, train_tokens))
             bounds = np.union1d(bounds, [train_tokens])
-        np.save(self._folder / f"{number:05}.npy", bounds)
+        save_array(self._folder / f"{number:05}.npy", bounds)
         for path in (self._folder / f"{number:05}.bin", self._folder / f"{number:05}.npy", self._folder):
             sync_path(path)
         shard = Shard(
