@@ -163,7 +163,7 @@ class Run(Components):
             return self.print_summary("stopped at", larger if self.budgets_end else "")
         self.saver.save_last(lambda: requests & STOP > 0 or self.signals.take() & STOP > 0)
         self.sample()
-        self.print_summary("finished", f"tensorboard --logdir {self.config.run_folder.parent}")
+        self.print_summary("finished")
 
     def train_step(self) -> bool:
         """Runs a step. False: it is not committed, the run went back, or this group has got to the last step by a heal or checkpoint."""

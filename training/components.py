@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
 from datetime import timedelta
 from pathlib import Path
+from shlex import quote
 from typing import TYPE_CHECKING
 
 import torch
@@ -471,13 +472,15 @@ class Components:
         return watchdog, profiler, garbage, FaultInjector(folder, rank, self.parameters, enabled=injects, log=self.log)
 
     def print_summary(self, verb: str, next_command: str = "") -> None:
-        """Logs the closing summary. `next_command`: what to run next; "": the same again."""
+        """Logs the closing summary. `next_command`: what to run next; "": the same again, or what shows a finished run."""
         saved, groups, settings = self.checkpointer.place, self.events.summary(), self.config.checkpoint
+        if verb == "finished":
+            next_command = f"tensorboard --logdir {quote(str(self.config.run_folder.parent))}"
         if settings.nothing_saved:
             saved = settings.nothing_saved
             next_command = next_command or "the same command begins where this launch did"
         elif verb == "finished":
-            next_command = f"python scripts/generate.py {self.config.run_folder}; {next_command}"
+            next_command = f"python scripts/generate.py {quote(str(self.config.run_folder))}; {next_command}"
         elif not next_command and settings.load_step < 0:
             next_command = "the same command resumes the run"
         elif not next_command:

@@ -16,6 +16,7 @@ from collections import Counter
 from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 import torch
@@ -109,8 +110,10 @@ def import_folder(folder: Path, out: Path, *, config_file: Path, tokenizer: str 
         (partial / "config.toml").write_text(text, encoding="utf-8")
     keys = [f"{name} = {to_text(value)}" for name, value in vars(config.model).items()]
     log.info("%s is written, with these settings:\n\n%s\n", out, "\n".join(["[model]", *keys]))
-    log.info("train     ./scripts/run_train.sh %s --training.seq_len ... --optimizer.lr ...", out / "config.toml")
-    log.info("text      python scripts/generate.py %s --prompt ...", out)
+    log.info(
+        "train     ./scripts/run_train.sh %s --training.seq_len ... --optimizer.lr ...", quote(str(out / "config.toml"))
+    )
+    log.info("text      python scripts/generate.py %s --prompt ...", quote(str(out)))
     if (most := published.max_positions) > seq_len:
         log.info("back      python scripts/hf.py export RUN ... --max-positions %d, else training.seq_len", most)
 

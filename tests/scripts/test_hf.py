@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import shutil
 from pathlib import Path
 from typing import Any
@@ -85,6 +86,14 @@ def test_a_run_of_ours_comes_back_as_the_same_bits_and_gives_the_same_logits(nam
     assert same(saved(Path("back/checkpoint/step-0")), saved(ours / "checkpoint/step-0"))
     before, after = load([str(ours / "config.toml")]), load(["back/config.toml"])
     assert before.training == after.training and {**vars(after.model), "tokenizer_path": ""} == vars(before.model)
+
+
+def test_the_commands_that_an_import_prints_can_be_pasted(published: Path, capsys: pytest.CaptureFixture[str]):
+    assert run("import", published / "grouped", "my run") == 0
+    lines = [line for line in capsys.readouterr().out.splitlines() if ".sh " in line or "generate.py " in line]
+    train, text = map(shlex.split, lines)
+    assert train[2:4] == ["./scripts/run_train.sh", "my run/config.toml"]
+    assert text[2:5] == ["python", "scripts/generate.py", "my run"]
 
 
 def test_an_import_touches_no_folder_of_the_run_whose_settings_it_takes(published: Path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from pathlib import Path
 from typing import Any
 from unittest.mock import MagicMock
@@ -147,14 +148,26 @@ def test_settings_that_a_full_disk_refuses_are_written_later(tmp_path: Path) -> 
 
 def test_the_summary_of_a_run_that_saves_nothing_names_no_checkpoint() -> None:
     run = MagicMock()
+    run.config.run_folder = Path("outputs/a")
     for settings, reason in (
         ({"enable": False}, "checkpoint.enable = false"),
         ({"load_only": True}, "checkpoint.load_only = true"),
     ):
         run.config.checkpoint = CheckpointConfig(**settings)
-        Components.print_summary(run, "finished", "tensorboard --logdir outputs")
+        Components.print_summary(run, "finished")
         told = run.metrics_processor.print_summary.call_args.kwargs
         assert (told["saved"], told["next_command"]) == (f"nothing is saved ({reason})", "tensorboard --logdir outputs")
+
+
+def test_commands_of_the_summary_can_be_pasted() -> None:
+    run = MagicMock()
+    run.config.checkpoint, run.config.run_folder = CheckpointConfig(), Path("my outputs/a b%d'e")
+    Components.print_summary(run, "finished")
+    commands = run.metrics_processor.print_summary.call_args.kwargs["next_command"].split("; ")
+    assert [shlex.split(command) for command in commands] == [
+        ["python", "scripts/generate.py", "my outputs/a b%d'e"],
+        ["tensorboard", "--logdir", "my outputs"],
+    ]
 
 
 def test_another_runs_weights_are_a_beginning(tmp_path: Path) -> None:
