@@ -53,7 +53,9 @@ def show(run: Path, positions: str) -> None:
         raise ValueError(f"positions = {positions}: legal: one, such as 40, or a range with its last, such as 40-47")
     config = load([str(run / CONFIG_FILE if run.is_dir() else run)])
     tokenizer = build_tokenizer(config.model.tokenizer_path)
-    cache, log = config.run_folder.parent / "data_cache", Log(stream=sys.stderr)
+    # beside RUN, as the checkpoints are in it: its job.dump_folder may be relative to another folder than this one
+    cache = (run.absolute() if run.is_dir() else config.run_folder).parent / "data_cache"
+    log = Log(stream=sys.stderr)
     vocab_size = config.model.vocab_size
     data = open_data(config.training, config.validation, tokenizer, cache, log=log, vocab_size=vocab_size)
     if isinstance(data, StreamedData):

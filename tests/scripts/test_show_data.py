@@ -109,6 +109,23 @@ def test_bad_input_and_failing_storage(argv: list[str], code: int, error: str, c
     assert capsys.readouterr().err == f"show_data: {error}\n"
 
 
+@pytest.mark.parametrize("run", ["../outputs/files", "."])
+def test_the_cache_is_that_of_the_run_from_whatever_folder(
+    run: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    Path("files.toml").write_text(CONFIG.replace("text/*.txt", f"{tmp_path}/c4.jsonl"))
+    config = load(["files.toml"])
+    save(config, config.run_folder)
+    there = tmp_path / ("elsewhere" if run.startswith("..") else "outputs/files")
+    there.mkdir(exist_ok=True)
+    before = sorted(there.iterdir())
+    monkeypatch.chdir(there)
+    assert show_data.main([run, "0"]) == 0
+    assert capsys.readouterr().out.startswith("position 0: ")
+    assert sorted(there.iterdir()) == before
+    assert [path.name for path in (tmp_path / "outputs").iterdir() if path.name != "files"] == ["data_cache"]
+
+
 PATHS_PROGRAM = """\
 import contextlib, io, runpy, sys
 folder = sys.argv[1]
