@@ -14,6 +14,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
+from io import TextIOWrapper
 from pathlib import Path
 
 Points = list[tuple[float, float]]  # (step, loss)
@@ -203,4 +204,6 @@ def thin(points: Points, most: int = 800) -> Points:
 
 
 if __name__ == "__main__":
+    if isinstance(sys.stdout, TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # a path, with an ASCII locale
     sys.exit(main(sys.argv[1:]))

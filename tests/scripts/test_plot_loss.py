@@ -50,6 +50,15 @@ def test_another_file(tmp_path: Path) -> None:
     assert (tmp_path / "curve.svg").exists() and not (run / "loss.svg").exists()
 
 
+def test_a_name_beyond_the_encoding_of_the_terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = write_run(tmp_path, 10).rename(tmp_path / "é")
+    monkeypatch.setenv("PYTHONIOENCODING", "ascii")
+    command = [sys.executable, SCRIPT, run.name]  # -I would leave the variable out
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=30, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout == "\\xe9/loss.svg: 10 steps, 2 validations\n"
+
+
 @pytest.mark.parametrize(
     ("run", "said"),
     [

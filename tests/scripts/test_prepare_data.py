@@ -196,6 +196,12 @@ def test_a_full_disk_is_called_so(file: str, tmp_path: Path, capsys: pytest.Capt
     assert capsys.readouterr().err.endswith("No space left on device\n")
 
 
+def test_a_name_beyond_the_encoding_of_the_terminal(tmp_path: Path):
+    assert prepare(write_jsonl(tmp_path / "a.jsonl", DOCUMENTS), "--out", "é") == 0
+    said = python(ROOT / "scripts" / "prepare_data.py", "--verify", "é", PYTHONIOENCODING="ascii")
+    assert said.startswith("\\xe9: 1 shards are as they were written")
+
+
 class TestBadInput:
     def test_missing_or_unknown_files(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
         write_jsonl(tmp_path / "data.jsonl", DOCUMENTS)
