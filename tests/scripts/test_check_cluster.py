@@ -186,6 +186,8 @@ def test_an_error_is_its_ranks(ran: dict[str, Future[Ran]], name: str):
     [
         (["--sizes", "1KB"], {}, '--sizes 1KB: must be sizes such as "1KiB,64KiB,1MiB"'),
         (["--timeout", "0"], {}, "--timeout 0: must be > 0"),
+        (["--disk_mib", "nan"], {}, "--disk_mib nan: must be > 0"),
+        (["--skew_ms", "inf"], {}, "--skew_ms inf: must be > 0 and finite"),
         (["--folder", __file__], {}, f"--folder {__file__}: is a file; must be a folder"),
         ([], {"NPROC": "none"}, "NPROC=none: must be a whole number from 1"),
         ([], {"RANK": "2", "WORLD_SIZE": "2"}, "RANK=2, WORLD_SIZE=2, LOCAL_RANK=: must be whole numbers as set by torchrun"),

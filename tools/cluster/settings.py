@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -88,8 +89,8 @@ class CheckSettings(argparse.Namespace):
         given = parser.parse_args(argv, CheckSettings())
         times = {"timeout": given.timeout_s, "start_timeout": given.start_s}
         for name, value in {**times, "disk_mib": given.disk_mib, "skew_ms": given.skew_ms}.items():
-            if value <= 0:
-                raise ValueError(f"--{name} {value:g}: must be > 0")
+            if not 0 < value < math.inf:  # nor NaN
+                raise ValueError(f"--{name} {value:g}: must be > 0{' and finite' if value > 0 else ''}")
         if not 0 <= given.slow < 1:
             raise ValueError(f"--slow {given.slow:g}: must be a share of the usual rate, at least 0 and below 1")
         if given.folder.exists() and not given.folder.is_dir():
