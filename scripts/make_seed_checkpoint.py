@@ -33,7 +33,7 @@ from training.checkpoint_dcp import CHUNK_BYTES, StreamingPlanner
 from training.checkpoint_files import list_steps
 from training.durable_files import RunLock
 from training.log import Log
-from training.progress import Bar
+from training.progress import Bar, quantity
 from training.states import ModelState
 from training.tokenizer import build_tokenizer
 
@@ -95,7 +95,7 @@ def check_room(folder: Path, needed_bytes: int) -> None:
     existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     free_bytes = shutil.disk_usage(existing).free
     if free_bytes < needed_bytes:
-        raise OSError(f"{folder}: {needed_bytes / 1e9:,.1f} GB are needed and {free_bytes / 1e9:,.1f} GB are free")
+        raise OSError(f"{folder}: {quantity(needed_bytes)}B are needed and {quantity(free_bytes)}B are free")
 
 
 if __name__ == "__main__":

@@ -131,7 +131,7 @@ def test_bad_settings_are_told_but_neither_data_nor_machines_are_needed(capsys: 
 def test_a_disk_without_room_is_told_before_anything_is_written(capsys: pytest.CaptureFixture[str]):
     assert seed(f"--model.dim={1 << 20}", f"--model.hidden_dim={1 << 30}") == 1  # petabytes
     message = capsys.readouterr().err
-    assert message.startswith("make_seed_checkpoint: outputs/tiny/checkpoint: ") and "GB are free" in message
+    assert message.startswith("make_seed_checkpoint: outputs/tiny/checkpoint: ") and "B are free" in message
     assert not Path("outputs/tiny/checkpoint").exists()
 
 
