@@ -150,9 +150,11 @@ def check_saved(config: RunConfig, folder: Path, *, world_size: int | None = Non
             problems.append(
                 f"to continue this run with the new {' and '.join(can)} from the next step on: --resume.allow={allow}"
             )
+        checkpoints = folder / config.checkpoint.local_folder
+        weights = f" (from these weights: add --checkpoint.initial_load_path {checkpoints}/step-N)"
         problems.append(
-            f"{folder} has a run with the saved settings: restore them, or start a new run with --job.name NAME "
-            f"(from these weights: add --checkpoint.initial_load_path {folder / config.checkpoint.local_folder}/step-N)"
+            f"{folder} has a run with the saved settings: restore them, or start a new run with --job.name NAME"
+            f"{weights if list_steps(checkpoints) or is_url(config.checkpoint.folder) else ''}"
         )
     raise_problems(problems, config.origin.file)
     return {key: f"{old} -> {new}" for key, old, new in differences}

@@ -116,7 +116,7 @@ CASES = [
         "other ranks make another step",
         "--training.global_batch_size: saved 8 sequences of a step, now -1, which is 4: training.local_batch_size = 2 on 2 data-parallel ranks; nearest: --training.global_batch_size=8 keeps the batch size on these ranks\n"
         "to continue this run with the new training.global_batch_size from the next step on: --resume.allow=training.global_batch_size\n"
-        "outputs/run has a run with the saved settings: restore them, or start a new run with --job.name NAME (from these weights: add --checkpoint.initial_load_path outputs/run/checkpoint/step-N)",
+        "outputs/run has a run with the saved settings: restore them, or start a new run with --job.name NAME",
         ("--training.global_batch_size=-1",),
         files={"outputs/run/config.toml": GOOD.replace("steps = 5", "steps = 5\nglobal_batch_size = 8")},
     ),
@@ -187,7 +187,7 @@ CASES = [
     Case("too little held out", 'run.toml:2: training.seq_len = 64: the validation split has 56 tokens (1 documents and 1883 tokens in all), too few for one sequence; legal: 1 to 55, or add text', (*FILES, "--validation.enable"), files={"corpus/a.txt": "one short document\n" * 99}, nproc=1),
     Case(
         "another run of the same name",
-        "run.toml: training.seed: saved 7, now 0\nto continue this run with the new training.seed from the next step on: --resume.allow=training.seed\noutputs/run has a run with the saved settings: restore them, or start a new run with --job.name NAME (from these weights: add --checkpoint.initial_load_path outputs/run/checkpoint/step-N)",
+        "run.toml: training.seed: saved 7, now 0\nto continue this run with the new training.seed from the next step on: --resume.allow=training.seed\noutputs/run has a run with the saved settings: restore them, or start a new run with --job.name NAME",
         files={"outputs/run/config.toml": f"{GOOD}\n[training.dataloader]\n".replace("steps = 5", "seed = 7")},
     ),
     Case(

@@ -36,8 +36,7 @@ def refusal(config: RunConfig) -> list[str]:
         check_saved(config, config.run_folder)
     *lines, out = str(error.value).split("\n")
     assert out == (
-        f"{config.run_folder} has a run with the saved settings: restore them, or start a new run with --job.name NAME "
-        f"(from these weights: add --checkpoint.initial_load_path {config.run_folder}/checkpoint/step-N)"
+        f"{config.run_folder} has a run with the saved settings: restore them, or start a new run with --job.name NAME"
     )
     return lines
 
@@ -111,6 +110,14 @@ def test_what_makes_another_run_is_refused(tmp_path: Path, changed: str, differe
     name = key.removeprefix("--")
     branches = not name.startswith(("model.", "fault_tolerance.")) and name != "training.dtype"
     assert refusal(configure(tmp_path, changed)) == [f"{key}: {difference}", *([cure(name)] if branches else [])]
+
+
+def test_a_run_with_checkpoints_tells_how_another_begins_with_its_weights(tmp_path: Path) -> None:
+    save(configure(tmp_path), tmp_path / "run")
+    (tmp_path / "run" / "checkpoint" / "step-4").mkdir(parents=True)
+    weights = f"add --checkpoint.initial_load_path {tmp_path}/run/checkpoint/step-N"
+    with pytest.raises(ConfigError, match=rf"--job.name NAME \(from these weights: {weights}\)$"):
+        check_saved(configure(tmp_path, "--model.dim=128"), tmp_path / "run")
 
 
 def cure(*keys: str) -> str:
