@@ -4,6 +4,7 @@
 # Eviction sends SIGTERM. run_train.sh then saves and exits 0, which a Kubernetes Job takes as finished and does not restart. So after a
 # SIGTERM this script exits 143, whatever was saved; the restarted group resumes, or exits 0 if nothing is left to do.
 # Arguments, environment and all other exit codes: ./scripts/run_train.sh --help
+[ -n "${BASH_VERSION:-}" ] || exec bash "$0" "$@" # called as: sh SCRIPT
 set -uo pipefail
 case ${1-} in --help | -h) sed -n '/^#!/d; /^#/!q; s/^# \{0,1\}//p' "$0" && exit 0 ;; esac # the text above
 

@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
 # Starts a lighthouse, the job's server that forms quorums of replica groups. Execs ft/rpc/lighthouse_main.py.
+[ -n "${BASH_VERSION:-}" ] || exec bash "$0" "$@" # called as: sh SCRIPT
 set -euo pipefail
 # shellcheck source=scripts/lib/install.sh
 . "$(dirname -- "${BASH_SOURCE[0]}")/lib/install.sh"

@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
 # Trains with several replica groups on this machine, any of which may die. Execs scripts/replicas.py.
+[ -n "${BASH_VERSION:-}" ] || exec bash "$0" "$@" # called as: sh SCRIPT
 set -euo pipefail
 # shellcheck source=scripts/lib/install.sh
 . "$(dirname -- "${BASH_SOURCE[0]}")/lib/install.sh"

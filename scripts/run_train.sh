@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
 # Trains. Finds a Python, installs what is missing (once), and execs scripts/launch.py.
+[ -n "${BASH_VERSION:-}" ] || exec bash "$0" "$@" # called as: sh SCRIPT
 set -euo pipefail
 # shellcheck source=scripts/lib/install.sh
 . "$(dirname -- "${BASH_SOURCE[0]}")/lib/install.sh"
