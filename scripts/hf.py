@@ -34,6 +34,7 @@ def main(argv: list[str]) -> int:
         return fail(error, 2)
     from contrib.interchange.hf import export_run, import_folder  # after the check, as it imports torch for seconds
     from training.checkpoint_files import CheckpointFailed, Damaged
+    from training.durable_files import cause_of
     from training.log import Log
     from training.object_store import local_run
 
@@ -61,8 +62,10 @@ def main(argv: list[str]) -> int:
                 )
     except (ValueError, Damaged) as error:
         return fail(error, 2)
-    except (CheckpointFailed, OSError) as error:
+    except CheckpointFailed as error:
         return fail(error, 1)
+    except OSError as error:
+        return fail(cause_of(error, options.out), 1)
     except KeyboardInterrupt:
         return fail(f"interrupted; {options.out} was not written", 1)
     return 0

@@ -31,7 +31,7 @@ from models.init import draw
 from training.checkpoint import Checkpointer, CheckpointFailed
 from training.checkpoint_dcp import CHUNK_BYTES, StreamingPlanner
 from training.checkpoint_files import list_steps
-from training.durable_files import RunLock
+from training.durable_files import RunLock, cause_of
 from training.log import Log
 from training.progress import Bar, quantity
 from training.states import ModelState
@@ -45,8 +45,10 @@ def main(argv: list[str], *, draw: Draw = draw) -> int:
         print(__doc__)
         return 0 if argv else 2
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: removes incomplete output
+    place = argv[0]
     try:
         config = fetch_saved(load([*argv, "--checkpoint.create_seed_checkpoint=true"]))
+        place = str(config.run_folder)
         check_settings(config.for_any_machine(), world_size=1)
         check_saved(config, config.run_folder)
         try:
@@ -54,7 +56,8 @@ def main(argv: list[str], *, draw: Draw = draw) -> int:
         except ValueError as error:
             raise ValueError(config.origin.explain(str(error))) from None
     except (ValueError, CheckpointFailed, OSError) as error:
-        print(f"make_seed_checkpoint: {error}", file=sys.stderr)
+        said = cause_of(error, place) if isinstance(error, OSError) else error
+        print(f"make_seed_checkpoint: {said}", file=sys.stderr)
         return 2 if isinstance(error, ValueError) else 1
     except KeyboardInterrupt:
         print("make_seed_checkpoint: interrupted", file=sys.stderr)

@@ -49,6 +49,7 @@ from training.data.sources import (  # noqa: E402
     text_source,
 )
 from training.data.store import FORMAT, JOURNAL, MANIFEST, Store, StoreSettings, StoreWriter  # noqa: E402
+from training.durable_files import cause_of  # noqa: E402
 from training.log import Log  # noqa: E402
 from training.progress import Bar, quantity  # noqa: E402
 from training.tokenizer import Tokenizer, build_tokenizer  # noqa: E402
@@ -73,7 +74,7 @@ def main(argv: list[str]) -> int:
     except ValueError as error:
         return fail(error, 2)
     except OSError as error:
-        return fail(error, 1)
+        return fail(cause_of(error, options.verify or options.out), 1)
     except BrokenProcessPool:
         return fail("a process that tokenises was killed (is there enough memory?); the same command goes on", 1)
     except KeyboardInterrupt:

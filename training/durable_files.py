@@ -112,6 +112,12 @@ def lines_from_end(file: AppendedFile) -> Iterator[tuple[int, bytes]]:
     yield 0, rest
 
 
+def cause_of(error: OSError, path: object = "") -> str:
+    """Formats an error of the system as `path: cause`; `path`: where the error names no file, as that of a write."""
+    place = error.filename if error.filename is not None else path
+    return f"{place}: {error.strerror}" if error.strerror and place else str(error)
+
+
 def sync_path(path: Path) -> None:
     """Writes a file, or the entries of a folder, to disk (fsync). Raises OSError."""
     descriptor = os.open(path, os.O_RDONLY)

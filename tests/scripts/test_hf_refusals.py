@@ -404,6 +404,12 @@ def test_a_disk_without_room_is_told_before_anything_is_written(
         assert not Path("out").exists() and not Path("out.partial").exists()
 
 
+def test_an_error_of_the_disk_is_told_with_its_file(published: Path, capsys: pytest.CaptureFixture[str]):
+    Path("loop").symlink_to("loop")  # fails for every user, as a disk may
+    assert run("import", published / "grouped", "loop/ours") == 1
+    assert re.fullmatch(r"hf: loop/ours[^:]*: Too many levels of symbolic links\n", capsys.readouterr().err)
+
+
 def test_without_safetensors_one_line_says_how_to_install_it(tmp_path: Path):
     """In a process of its own, where it cannot be found."""
     blocked = "import sys; sys.modules['safetensors'] = None; sys.argv = ['hf.py', 'import', 'a', 'b']; "

@@ -193,7 +193,7 @@ def test_a_full_disk_is_called_so(file: str, tmp_path: Path, capsys: pytest.Capt
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / file).symlink_to("/dev/full")
     assert prepare(write_jsonl(tmp_path / "a.jsonl", DOCUMENTS), "--out", "out") == 1
-    assert capsys.readouterr().err.endswith("No space left on device\n")
+    assert capsys.readouterr().err == "prepare_data: out: No space left on device\n"
 
 
 def test_a_name_beyond_the_encoding_of_the_terminal(tmp_path: Path):

@@ -135,6 +135,13 @@ def test_a_disk_without_room_is_told_before_anything_is_written(capsys: pytest.C
     assert not Path("outputs/tiny/checkpoint").exists()
 
 
+def test_an_error_of_the_disk_is_told_with_its_file(capsys: pytest.CaptureFixture[str]):
+    Path("outputs/tiny").mkdir(parents=True)
+    Path("outputs/tiny/lock").mkdir()
+    assert seed() == 1
+    assert capsys.readouterr().err == "make_seed_checkpoint: outputs/tiny/lock: Is a directory\n"
+
+
 KILL = """
 import signal
 from models.init import draw
