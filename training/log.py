@@ -22,7 +22,7 @@ class Log(logging.Handler):
     def __init__(
         self, *, global_rank: int = 0, group: str = "", stream: TextIO | None = None, colour: bool = True
     ) -> None:
-        """`group`: name of the replica group; "": there is only one. `colour`: use colours if the stream is a terminal."""
+        """`group`: name of the replica group; "": there is only one. `colour`: use colours if the stream is a terminal, unless NO_COLOR is set."""
         super().__init__()
         self._lock = threading.Lock()  # not logging.Handler's, which is taken at exit: a full pipe may block a writer
         self.global_rank = global_rank
@@ -31,7 +31,7 @@ class Log(logging.Handler):
         self._stream = sys.stdout if stream is None else stream
         self._missing = ""  # error of the last line, if it could not be written
         self.is_terminal = bool(getattr(self._stream, "isatty", lambda: False)())
-        self.colour = colour and self.is_terminal
+        self.colour = colour and self.is_terminal and not os.environ.get("NO_COLOR")
 
     def info(self, message: str, *args: object) -> None:
         """Logs on global rank 0 only; `warning`, and `error` for failures that end the run, log on every rank."""

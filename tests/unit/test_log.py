@@ -43,7 +43,15 @@ def test_no_colour_outside_a_terminal_or_when_switched_off(stream: io.StringIO, 
     assert "\x1b" not in stream.getvalue()
 
 
-def test_colour_on_a_terminal_is_closed_again() -> None:
+def test_no_colour_where_the_user_wants_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert not Log(stream=Terminal()).colour
+    monkeypatch.setenv("NO_COLOR", "")
+    assert Log(stream=Terminal()).colour
+
+
+def test_colour_on_a_terminal_is_closed_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("NO_COLOR", raising=False)
     assert Log(stream=Terminal()).paint("x", "bold", "red") == "\x1b[1;31mx\x1b[0m"
 
 
