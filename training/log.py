@@ -22,7 +22,7 @@ class Log(logging.Handler):
     def __init__(
         self, *, global_rank: int = 0, group: str = "", stream: TextIO | None = None, colour: bool = True
     ) -> None:
-        """`group`: name of the replica group; "": there is only one. `colour`: use colours if the stream is a terminal, unless NO_COLOR is set."""
+        """`group`: name of the replica group; "": there is only one. `colour`: use colours on a terminal, unless NO_COLOR is set."""
         super().__init__()
         self._lock = threading.Lock()  # not logging.Handler's, which is taken at exit: a full pipe may block a writer
         self.global_rank = global_rank
