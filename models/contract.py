@@ -104,13 +104,12 @@ class Model(nn.Module):
         own = {name: tensor for name, tensor in own.items() if tensor.is_floating_point() or tensor.is_complex()}
         for tensor in own.values():
             tensor.fill_(math.nan)
-        kind = next(
-            each for each in type(self).__mro__ if not each.__module__.startswith("torch.")
-        )  # as built, before FSDP
+        # as built, before FSDP
+        kind = next(each for each in type(self).__mro__ if not each.__module__.startswith("torch."))
         try:
             self.init_weights(seed)
         except ValueError as error:  # train.py reports it without a traceback
-            raise fault(error, kind.__module__.removeprefix("models."), "init_weights") from error
+            raise model_error(error, kind.__module__.removeprefix("models."), "init_weights") from error
         missing = [name for name, tensor in own.items() if tensor.sum().isnan()]
         if missing:
             more = f" and {len(missing) - 3} others" if len(missing) > 3 else ""
