@@ -60,7 +60,7 @@ TRACES = "comm_traces"  # the flight recorder's files, in the folder of the run 
 class Components:
     """Builds the components of one rank, in the order in which they depend on each other; train.Run is the loop over them."""
 
-    # the entries of model and optimizer among the healed states; `open_checkpoints` registers the others
+    # the model's and the optimizer's entries among the healed states; `build_checkpointer` registers the others
     HEALED_STATES: tuple[str, ...] = ("model", "optimizer")
 
     def __init__(
@@ -100,7 +100,11 @@ class Components:
             self.build_manager()
             for line in lines:
                 log.info("%s", line)
-            self.open_checkpoints()
+            rows = self.build_metrics()
+            self.build_checkpointer(rows)
+            self.resume()
+            if self.writes_rows:
+                self.metrics_processor.writer = cleanup.enter_context(closing(rows))
 
     def build_data(self) -> None:
         config, training, world = self.config, self.config.training, self.world
@@ -234,16 +238,16 @@ class Components:
             states[ROWS_STATE] = rows
         return states
 
-    def open_checkpoints(self) -> None:
-        """Opens metrics and checkpoints, and loads the state to resume from."""
-        config, folder, shared = self.config, self.config.run_folder, self.config.fault_tolerance.enable
-        is_rank0 = self.world.global_rank == 0
-        if is_rank0:
+    def build_metrics(self) -> MetricsWriter:
+        """Locks the run's folder and builds the metrics processor. Returns its writer, which is attached after `resume`."""
+        config, folder, metrics = self.config, self.config.run_folder, self.config.metrics
+        shared = config.fault_tolerance.enable
+        if self.world.global_rank == 0:
             self.cleanup.enter_context(closing(RunLock(folder, shared=shared)))
             if shared:
                 self.cleanup.enter_context(closing(RunLock(self.group_folder)))
         self.metrics_processor = MetricsProcessor(
-            config.metrics,
+            metrics,
             log=self.log,
             progress=self.progress,
             last_step=config.training.steps,
@@ -251,7 +255,6 @@ class Components:
             world_size=self.world.world_size,
             flops_per_token=self.flops_per_token,
         )
-        metrics = config.metrics
 
         def open_sinks(kept_step: LastKeptStep) -> Sinks:
             # before rows are removed: no later launch may resume from a checkpoint whose rows are gone
@@ -265,11 +268,16 @@ class Components:
                 report=self.report_storage,
             )
 
-        writer = MetricsWriter(
+        # rows of a launch that saves no checkpoint would take the place of those that belong to the run's checkpoints
+        self.writes_rows = self.world.global_rank == 0 and not config.checkpoint.load_only
+        return MetricsWriter(
             folder, lambda: self.manager.writer_quorum, open_sinks, self.background_writer, shared=shared
         )
-        # rows of a launch that saves no checkpoint would take the place of those that belong to the run's checkpoints
-        writes = is_rank0 and not config.checkpoint.load_only
+
+    def build_checkpointer(self, writer: MetricsWriter) -> None:
+        """Builds checkpointer and saver, and registers the states that joining groups receive."""
+        config, folder, shared = self.config, self.config.run_folder, self.config.fault_tolerance.enable
+        is_rank0 = self.world.global_rank == 0
         states = self.checkpoint_states(writer)
         for name in (*self.HEALED_STATES, TOKENS_STATE, "data", EMA_STATE, SPIKES_STATE, ROWS_STATE):
             if name in states:
@@ -277,7 +285,7 @@ class Components:
         # only rank 0 has rows; DCP saves one of several entries with the same name, which could be an empty one
         checkpointed = {name: state for name, state in states.items() if is_rank0 or name != ROWS_STATE}
         lease = WriterLease(folder, lambda: self.manager.writer_quorum) if shared else None
-        rows = [METRICS, SAMPLES, f"{Path(metrics.save_tb_folder)}/*"]
+        rows = [METRICS, SAMPLES, f"{Path(config.metrics.save_tb_folder)}/*"]
         self.checkpointer = self.cleanup.enter_context(
             closing(
                 Checkpointer(
@@ -299,11 +307,14 @@ class Components:
             self.checkpointer,
             self.manager,
             self.progress,
-            sync=writer.sync if writes else lambda: None,
+            sync=writer.sync if self.writes_rows else lambda: None,
             report=self.report_storage if is_rank0 else lambda message: None,
             info=self.log.info,
         )
-        seed = config.checkpoint.create_seed_checkpoint
+
+    def resume(self) -> None:
+        """Loads the state from which this launch continues, unless the manager or another group brings it, and begins its record."""
+        config, seed = self.config, self.config.checkpoint.create_seed_checkpoint
         loads_newest = config.checkpoint.enable and config.checkpoint.load_step < 0 and not seed
         # a finished run may have saved only its weights
         self.exported_step = self.checkpointer.newest_step("model") if loads_newest else 0
@@ -312,7 +323,7 @@ class Components:
         # the first step made with this launch's settings; smaller after a rewind
         self.first_own_step = (newest if named < 0 else named) + self.inner_steps
         self.metrics_processor.resume_step = self.first_own_step
-        manager_restores = shared and not seed and newest < config.training.steps
+        manager_restores = config.fault_tolerance.enable and not seed and newest < config.training.steps
         if not (finished or manager_restores):  # else another group sends the state, or the manager calls `restore`
             self.load()
         if not newest and named < 0:  # after `load`, which copies and verifies the checkpoint
@@ -322,10 +333,8 @@ class Components:
             if newest:
                 text = "the last save has only the weights: with more training.steps the run continues from step %d"
                 self.log.info(text, newest)
-        if is_rank0:
+        if self.world.global_rank == 0:
             self.announce_changes()
-        if writes:
-            self.metrics_processor.writer = self.cleanup.enter_context(closing(writer))
 
     def begin_record(self) -> None:
         """Prepares the first row of samples.jsonl, on rank 0, if this run continues the data of another run's checkpoint. Collective, as it
