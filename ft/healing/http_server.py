@@ -112,8 +112,8 @@ class HealServer:
             raise ValueError(f"healing on {host}: others could reach it, and the job has no token; nearest: 127.0.0.1")
         self.access, self.offered, self.silence_s = access, offered, silence_s
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self._listener = socket.create_server((host, 0), family=family, backlog=MAX_CONNECTIONS)
-        self.address = f"http://{Endpoint(host, self._listener.getsockname()[1])}"
+        self.listener = socket.create_server((host, 0), family=family, backlog=MAX_CONNECTIONS)
+        self.address = f"http://{Endpoint(host, self.listener.getsockname()[1])}"
         self._lock = threading.Lock()
         self.connections: dict[_Connection, threading.Thread] = {}  # in the order of their arrival
         self._closed = False
@@ -126,8 +126,8 @@ class HealServer:
             self._closed = True
             connections = dict(self.connections)
         with contextlib.suppress(OSError):  # it is not connected, but this interrupts accept
-            self._listener.shutdown(socket.SHUT_RDWR)
-        self._listener.close()
+            self.listener.shutdown(socket.SHUT_RDWR)
+        self.listener.close()
         for connection in connections:
             connection.end()
         for thread in [self._thread, *connections.values()]:
@@ -140,7 +140,7 @@ class HealServer:
     def _accept(self) -> None:
         while not self._closed:
             try:
-                sock, _ = self._listener.accept()
+                sock, _ = self.listener.accept()
             except OSError:
                 time.sleep(0.0 if self._closed else 0.1)  # no descriptors are left: tries again
                 continue

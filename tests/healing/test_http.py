@@ -234,7 +234,7 @@ def half_way(
     group, joiner = large(1, chunks=chunks), large(2, chunks=chunks)
     source = world.source(group, config=config)
     if send_buffer:  # connections inherit it
-        source._server._listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)
+        source._server.listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)
     gate, reached = world.event(), world.event()
     proxy = world.proxy(source, hold(10 * MIB, gate, reached))
     healing = world.start(heal, world.transport("j"), joiner, proxy)

@@ -5,14 +5,14 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 
-from ft.healing.format import DIGEST_BYTES
 from ft.healing.http_transport import is_too_slow
-from ft.healing.transport import Fenced, HealConfig, StateSource
+from ft.healing.transport import Fenced, HealConfig
 from tests.healing.http_world import MIB, World, commit, heal
 from tests.healing.proxy import Spoil, as_it_is, cut, hold
 from tests.healing.states import equal, large
@@ -126,14 +126,18 @@ def test_sources_of_which_one_has_a_flipped_bit(world: World, flipped: str, capl
 
 def test_sources_that_differ_are_reported_once_for_an_offer(world: World, caplog: pytest.LogCaptureFixture):
     """However often a fetch is repeated."""
-    transport, view = world.transport("j"), large(2, chunks=2).view()
-    sources = [StateSource(name, "") for name in ("a:1", "b:1")]
-    for quorum_id in (3, 3, 4):
-        fetch = transport._make_fetch(sources, view, quorum_id, 7, None)
-        fetch._agree(view.manifest.encode())
-        for source, digit in zip(sources, (b"0", b"1"), strict=True):
-            fetch._compare(source, digit * DIGEST_BYTES * view.manifest.chunks)
-    assert [record.levelname for record in caplog.records] == ["ERROR"] * 2
+    one, other, joiner = (large(seed, chunks=24) for seed in (1, 1, 2))
+    other.values["model"]["last"].view(-1).view(torch.uint8)[-2] ^= 16
+    errors = lambda: [it for it in caplog.records if it.levelno == logging.ERROR]  # noqa: E731
+    transport, sources = world.transport("j"), [world.source(one, "a"), world.source(other, "b")]
+    for quorum_id, told in ((3, 1), (3, 1), (4, 2)):
+        for source, group in zip(sources, (one, other), strict=True):
+            source.offer(group.view(), quorum_id=quorum_id, step=7, joiners=["j"])
+        late = world.proxy(sources[1], as_it_is)
+        compared = lambda late=late, told=told: late.passed and len(errors()) >= told  # noqa: E731
+        first = world.proxy(sources[0], as_it_is, bodies(2, partial(in_time, compared, 30)))
+        heal(transport, joiner, first, late, quorum_id=quorum_id)
+    assert len(errors()) == 2
 
 
 def test_sources_that_are_compared_after_their_fence(world: World):

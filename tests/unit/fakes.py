@@ -1,5 +1,7 @@
 """A clock that the test moves, a log that keeps its lines; other packages, another CUDA and other models than those of this machine."""
 
+import errno
+import os
 import sys
 from dataclasses import dataclass
 from importlib.machinery import ModuleSpec
@@ -39,6 +41,15 @@ def set_package(monkeypatch: pytest.MonkeyPatch, name: str, content: dict[str, A
     """Puts a module with `content` in the place of a package; None: it is not installed."""
     module = SimpleNamespace(**content, __spec__=ModuleSpec(name, None)) if content is not None else None
     monkeypatch.setitem(sys.modules, name, module)
+
+
+def forbid_locks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes every file system one without locks, as some network file systems are."""
+
+    def flock(descriptor: int, how: int) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr("fcntl.flock", flock)
 
 
 def set_cuda(monkeypatch: pytest.MonkeyPatch, cuda: Any) -> None:

@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 
 from tests.unit.data_corpus import document, files_config, open_small, write_jsonl
-from tests.unit.fakes import Lines
+from tests.unit.fakes import Lines, forbid_locks
 from training.config import TrainingConfig
 from training.data.cache import Corpus, bucket_of, open_corpus
 from training.data.sources import TextSource, TokenSource, find_source
@@ -328,10 +328,7 @@ def test_without_locks_the_rename_decides(tmp_path: Path, corpus_file: Path, mon
                 self.faster = open_small(config, cache)
             return super().encode_documents(documents)
 
-    def no_locks(descriptor: int, how: int) -> None:
-        raise OSError(errno.ENOLCK, "no locks")
-
-    monkeypatch.setattr(fcntl, "flock", no_locks)
+    forbid_locks(monkeypatch)
     tokenizer = Overtaken()
     corpus = open_small(config, cache, tokenizer=tokenizer)
     assert corpus.key == tokenizer.faster.key

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import signal
 import subprocess
@@ -12,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.unit.fakes import forbid_locks
 from training.durable_files import RunLock
 
 HOLD = """
@@ -59,9 +59,6 @@ def test_replica_groups_share_the_folder_with_each_other_only(tmp_path: Path) ->
 
 
 def test_a_file_system_without_locks_guards_neither(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def flock(descriptor: int, operation: int) -> None:
-        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
-
-    monkeypatch.setattr("fcntl.flock", flock)
+    forbid_locks(monkeypatch)
     with closing(RunLock(tmp_path)), closing(RunLock(tmp_path, shared=True)), closing(RunLock(tmp_path)):
         pass
