@@ -184,9 +184,9 @@ class Run(Components):
             return False
         error = None if contributes else self.nonfinite(local, "is committed without this group")
         if error and not self.world.global_rank:
-            self.log.warning("%s", error)  # the slot is assigned again, MAX_UNABLE times (ft/protocol/step.py)
+            self.log.warning("%s", error)  # assigned again, unless UNABLE in MAX_UNABLE steps (ft/protocol/step.py)
         step = self.manager.step  # exceeds assignment.steps_before + 1 if this group has healed meanwhile
-        # inner_update: the group has made its steps already, and `commit` the outer step
+        # inner_update (never falsy): the group has made its steps already, and `commit` the outer step
         update = local.inner_update or self.optimizer_step.step(step - 1, commit.divisor, commit.mean_loss)
         spike = update.spike
         if spike and on_spike == "rewind":

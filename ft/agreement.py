@@ -1,5 +1,6 @@
 """Agreement of a replica group's ranks on a commit: they all-reduce votes on the host; if all are yes, rank 0 votes for all at the group
-server and broadcasts whether the outcome is a yes, from which each rank makes it.
+server and broadcasts whether the outcome is a yes, from which each rank builds its own Outcome. A rank whose sums failed votes at the
+server first, which interrupts those that still wait for their sums.
 
 If that does not give a yes, each rank votes at the server by itself, so no rank is stuck in a collective while the commit is delayed.
 """

@@ -26,9 +26,10 @@ log = logging.getLogger("pharos.healing")
 
 
 class Healer:
-    """Offers and fetches of one rank. `on_event` receives HealEnded; before it `on_cannot_heal` receives the reason if no retry would help.
-    Both are called in the fetch thread: no source has our layout or can send its state; or in the trainer's, inside `fetch`: this rank's
-    own state has values that cannot be sent, so it has no layout to compare. For the trainer's thread, except for `end_offer`."""
+    """Offers and fetches of one rank. `on_event` receives HealEnded; before it `on_cannot_heal` receives the reason if no retry would help:
+    no source has our layout, or can send its state. Both are called in the fetch thread; or in the trainer's, inside `fetch`, if this
+    rank's own state has values that cannot be sent, so that it has no layout to compare. For the trainer's thread, except for
+    `end_offer`."""
 
     def __init__(
         self,

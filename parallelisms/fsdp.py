@@ -35,7 +35,7 @@ def apply_fsdp(
     ranks, not averaged: training/optimizer.py divides by the global number of valid tokens."""
     dense = data_parallel_mesh(mesh)
     sparse = data_parallel_mesh(experts_mesh) if experts_mesh is not None else dense
-    if mesh[PP].size() > 1 and dense.mesh_dim_names == (DP_REPLICATE,) != sparse.mesh_dim_names:
+    if mesh[PP].size() > 1 and dense.mesh_dim_names == (DP_REPLICATE,) and sparse.mesh_dim_names != (DP_REPLICATE,):
         # experts are sharded over tp, nothing else is. torch's stage (2.11 to 2.13) reduces the gradients of units made as its root is,
         # by `replicate` or by fully_shard, so all have to be made by fully_shard
         dense = data_parallel_mesh(mesh, hsdp=True)

@@ -132,7 +132,8 @@ class Pipeline:
                 raise no_loss_error(loss_sum)
             return loss_sum
 
-        runtime = _PipelineScheduleRuntime(  # the output of the last stage is the loss
+        # the output of the last stage is the loss; scale_grads would divide by the number of microbatches, where gradients are sums
+        runtime = _PipelineScheduleRuntime(
             stages, tokens.shape[0] // self._microbatch_size, loss_fn=loss_of, scale_grads=False
         )
         order: dict[int, list[Any]] = {

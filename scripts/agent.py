@@ -1,7 +1,7 @@
 """Runs the ranks of this node under torch's elastic agent: output, signals, and the cause of a failure. Leaves no process.
 
-launch.py calls `run_ranks`; the agent starts lifeline.py, which execs train.py. torchrun is not used: it turns a rank's exit code 2, and a
-clean exit after SIGTERM, into 1 with a long traceback.
+launch.py calls `run_ranks`; the agent starts lib/lifeline.py, which execs train.py. torchrun is not used: it turns a rank's exit code 2,
+and a clean exit after SIGTERM, into 1 with a long traceback.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Starts training on this node: checks the settings, then runs the ranks.
 
     run_train.sh -> launch.py -> train.py, in this process             one rank: nothing to supervise, torch is loaded once
-                              -> agent.py -> lifeline.py -> train.py   more ranks, more nodes, or restarts
+                              -> agent.py -> lib/lifeline.py -> train.py   more ranks, more nodes, or restarts
 
 Exit code: 0 finished, or saved on SIGTERM or SIGINT; 2 bad input: one message, as a rule before any rank is started; 1 other errors;
 128 + n stop signal n while no step was under way, or the second one, with one rank in this process.

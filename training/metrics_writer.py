@@ -5,7 +5,8 @@ not delay a step, and a torn line is removed and written again. Rows are kept un
 a process is killed, other groups still have its newest rows; a run of one group repeats the steps since its newest checkpoint, before which
 it has written all rows (`sync`), unless storage of the run's folder failed then, or did not answer for SYNC_S.
 
-All groups have the same metrics, since reductions give all of them the same results. A new writer first writes the rows that the previous
+All groups have the same losses and token counts, since reductions give all of them the same results; times and memory are the writer's,
+and with a semi_sync_method the gradient norm. A new writer first writes the rows that the previous
 one did not write, and removes rows of steps that were not committed: each step is in metrics.jsonl and samples.jsonl exactly once. A
 suspended group that continues believes that it is still the writer; the lease (writer_lease.py) tells it that a newer quorum has a writer.
 

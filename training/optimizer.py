@@ -267,7 +267,7 @@ def gradient_norm(parameters: Iterable[nn.Parameter], loss: float | None = None)
 class Update(NamedTuple):
     """The result of an optimizer step. `lr`: 0 if nothing was applied. `spike`: why the step is a spike; "": it is none."""
 
-    grad_norm: float  # of the mean gradient; with divisor 0 of the sum
+    grad_norm: float  # of the mean gradient before clipping; with divisor 0 of the sum
     lr: float
     spike: str = ""
 

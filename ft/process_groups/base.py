@@ -12,7 +12,8 @@ A new kind of process group is added here:
   for each device of the gradients, and process_group_kind, which names the nearest of the two in its error; then `make docs`;
 - its class in start.make_process_group; environment variables that it requires in nccl.process_settings;
 - its public name, if programs written for torchft use it: ft/__init__.py, ft/process_group.py, docs/torchft.md;
-- `KINDS` of tests/multiproc/test_process_groups.py and test_process_group_deaths.py.
+- in tests/multiproc `KINDS` of test_process_groups.py and test_process_group_deaths.py, and the classes of `make` in the former and in
+  group_member.py; with a public name also MODULES of tests/unit/test_torchft_names.py.
 """
 
 # mypy: disable-error-code="override, assignment"

@@ -421,7 +421,7 @@ class LighthouseMachine:
         self._choose_kind(event.kind)
         self._choose_fingerprint(event, now_s)
         # the epoch first: a group that is refused for it displaces no live id of its name
-        problem = self.kind_problem(event.kind) or self._refuse_epoch(event, now_s) or self._name_taken(event, now_s)
+        problem = self.kind_problem(event.kind) or self._refuse_epoch(event, now_s) or self._take_name(event, now_s)
         mismatched = None if problem else fingerprint_problem(event, self._fingerprint)
         if mismatched and self.roster.claims and not self.roster.has_heard_a_member:  # until one returns, or takeover
             self.roster.mismatched[member.replica_id] = mismatched[1]
@@ -492,7 +492,7 @@ class LighthouseMachine:
             roster.returning[m.name_of(replica_id)] = now_s + 2 * self.config.times.beat_s
         return True
 
-    def _name_taken(self, event: Call, now_s: float) -> Refusal:
+    def _take_name(self, event: Call, now_s: float) -> Refusal:
         """Replaces the live id of a name by a new one if the live id is silent; else returns a refusal, since two groups have one name."""
         if event.kind == "torchft":
             return None

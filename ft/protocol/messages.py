@@ -30,7 +30,7 @@ VOID = -1  # step of a group without a complete state: it heals, or waits for an
 # pharos.proto) leave room for 1,024 branches.
 STEPS_PER_BRANCH, MAX_BRANCH = 1 << 30, 1023
 # longest beat_s of a group: a heartbeat must come before the lighthouse, whose own beat_s is 1 s, gives the group's name to another that
-# requests it, which it does after 2.5 s of silence (LighthouseMachine._name_taken)
+# requests it, which it does after 2.5 s of silence (LighthouseMachine._take_name)
 MAX_BEAT_S = 2.0
 UNABLE = -1.0  # tokens of a slot in the tail whose group cannot contribute (no valid token, NaN or Inf)
 # reason for an order to load a checkpoint while no step is settled: at a start nothing is lost

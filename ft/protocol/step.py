@@ -269,7 +269,7 @@ class Phase(Enum):
     BOUNDARY = "between two steps"
     ASKING = "waits for a quorum"
     CONFIGURING = "builds the process group"
-    CONFIRMING = "waits for all ranks to build it"  # the vote "configured" is cast, its outcome has not arrived
+    CONFIRMING = "waits for all ranks to build the process group"  # for the outcome of the vote "configured"
     COMPUTING = "computes and reduces gradients"
     VOTING = "waits for the outcome of the commit vote"
     AWAITING_STATE = "waits for the state that it heals with"

@@ -36,7 +36,7 @@ ALLOWED: dict[str, tuple[set[str], set[str] | None]] = {
     "ft.healing": ({"ft"}, {"torch", "numpy"}),  # numpy reduces a chunk to its digest
     "ft.dashboard": ({"ft"}, {"aiohttp", "prometheus_client"}),
     "ft.compat": ({"ft"}, {"torch", "grpc", "google"}),
-    "ft.optim_state": (set(), {"torch"}),  # training/ takes these four without the rest
+    "ft.optim_state": (set(), {"torch"}),  # training/ takes this, ft.children and ft.seam without the rest
     "ft.device": (set(), {"torch"}),
     "ft.children": (set(), set()),
     "ft.seam": ({"ft.protocol.messages"}, set()),
@@ -45,7 +45,7 @@ ALLOWED: dict[str, tuple[set[str], set[str] | None]] = {
     # the contract, and the kernels that all models share
     "parallelisms": ({"models.contract", "models.ops"}, {"torch"}),
     "parallelisms.float8": ({"models.contract", "parallelisms"}, {"torch", "torchao"}),
-    "training": ({"parallelisms", "models", "ft.optim_state", "ft.device", "ft.children", "ft.seam"}, None),
+    "training": ({"parallelisms", "models", "ft.optim_state", "ft.children", "ft.seam"}, None),
     "training.components": ({*PACKAGES}, None),  # a part of train.py: see test_components_are_of_the_top_layer
     "configs": ({"training", "parallelisms", "models", "ft"}, {"tomli", "tomllib", "torch"}),
     "": ({*PACKAGES, "train", "tests.multiproc.pool"}, None),  # ranks that live on, which bench/parity.py needs, too
