@@ -189,7 +189,7 @@ def _check_layouts(config: RunConfig, device_type: str) -> Iterator[str]:
             f"float8.enable = true: parallelism.tensor_parallel_degree = {tp} shards layers, for which float8 is not implemented "
             "here; set it to false"
         )
-    elif not seq_len % unit:
+    elif not seq_len % unit:  # else it is refused elsewhere, and seq_len / cp is no whole number
         yield from _check_float8_tokens(config)
     if config.float8.precompute_float8_dynamic_scale_for_fsdp and config.training.enable_cpu_offload:
         yield (

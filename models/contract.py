@@ -109,7 +109,7 @@ class Model(nn.Module):
         try:
             self.init_weights(seed)
         except ValueError as error:  # train.py reports it without a traceback
-            raise model_error(error, kind.__module__.removeprefix("models."), "init_weights") from error
+            raise call_error(f"{kind.__module__}.{kind.__name__}", "init_weights", error) from error
         missing = [name for name, tensor in own.items() if tensor.sum().isnan()]
         if missing:
             more = f" and {len(missing) - 3} others" if len(missing) > 3 else ""
@@ -227,14 +227,22 @@ def check_contract(model: nn.Module, name: str) -> None:
 
 def model_line(error: Exception) -> str:
     """Returns the line of a model's code that an error came through last: "models/llama.py, line 9"; "": none."""
-    frames = [frame for frame in extract_tb(error.__traceback__) if Path(frame.filename).parent.name == "models"]
-    return f"models/{Path(frames[-1].filename).name}, line {frames[-1].lineno}" if frames else ""
+    at = [(Path(frame.filename), frame.lineno) for frame in extract_tb(error.__traceback__)]
+    lines = [
+        f"{path.name}, line {line}" for path, line in at if path.parent.name == "models" and path.name != "contract.py"
+    ]
+    return f"models/{lines[-1]}" if lines else ""
 
 
 def model_error(error: Exception, name: str, call: str) -> ValueError:
     """Returns the message for an error that `call` of models/`name`.py raised, with the line of the model's code."""
+    return call_error(f'model.name = "{name}"', call, error)
+
+
+def call_error(place: str, call: str, error: Exception) -> ValueError:
+    """Returns the message for an error that `call` raised, with the line of the model's code. `place`: setting or class."""
     line = model_line(error)
-    return ValueError(f'model.name = "{name}": {call} raised {type(error).__name__}: {error}{line and f" ({line})"}')
+    return ValueError(f"{place}: {call} raised {type(error).__name__}: {error}{line and f' ({line})'}")
 
 
 def set_dtype(model: nn.Module, dtype: torch.dtype) -> None:

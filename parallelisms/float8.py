@@ -68,7 +68,7 @@ def layers_to_convert(model: nn.Module, filter_fqns: tuple[str, ...]) -> list[st
     """Returns the names of the linear layers whose sizes the kernels support, except filtered ones and the head, which is a subclass."""
     return [
         name
-        for name, module in model.named_modules()
+        for name, module in model.named_modules(remove_duplicate=False)
         if type(module) is nn.Linear
         and module.in_features % MULTIPLE == module.out_features % MULTIPLE == 0
         and not any(word in name for word in filter_fqns)

@@ -3,7 +3,7 @@
 # then checks that each pin has a wheel on each of them. --upgrade moves every pin to the newest release in its range.
 # Needs uv (`pip install uv`): pip resolves only for the Python that runs it.
 set -euo pipefail
-case ${1-} in --help | -h) sed -n '/^#!/d; /^#/!q; s/^# \{0,1\}//p' "$0" && exit 0 ;; esac # the text above
+case ${1-} in --help | -h) sed -n '/^#!/d; /^#/!q; s/^# \{0,1\}//p' "$0"; exit ;; esac # the text above
 cd "${BASH_SOURCE[0]%/*}/.."
 
 compile() {  # uv reads the existing output file, and keeps its pins that are still in range

@@ -2,7 +2,7 @@
 # Regenerates ft/rpc/generated from ft/rpc/*.proto (for maintainers). Needs grpcio-tools: PROTO_PYTHON names a Python that has it.
 # Version 1.73.1, as its output runs with protobuf 6.31 to 7.x; newer versions raise the minimum protobuf version.
 set -euo pipefail
-case ${1-} in --help | -h) sed -n '/^#!/d; /^#/!q; s/^# \{0,1\}//p' "$0" && exit 0 ;; esac # the text above
+case ${1-} in --help | -h) sed -n '/^#!/d; /^#/!q; s/^# \{0,1\}//p' "$0"; exit ;; esac # the text above
 cd "${BASH_SOURCE[0]%/*}/.."
 wanted=1.73.1
 python=${PROTO_PYTHON:-.venv/bin/python}

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Static checks: style, format, types, shell syntax. .ci/run runs them before the tests.
 set -euo pipefail
-case ${1-} in --help | -h) sed -n '/^#!/d; /^#/!q; s/^# \{0,1\}//p' "$0" && exit 0 ;; esac # the text above
+case ${1-} in --help | -h) sed -n '/^#!/d; /^#/!q; s/^# \{0,1\}//p' "$0"; exit ;; esac # the text above
 # shellcheck source=scripts/lib/install.sh
 . "$(dirname -- "${BASH_SOURCE[0]}")/lib/install.sh"
 

@@ -2,7 +2,7 @@
 # Runs the tests that need no torch with every Python version found on this machine, and compiles all files with each.
 # Virtual environments are in .venv-compat, one per version, with the pins of requirements*.lock.
 set -euo pipefail
-case ${1-} in --help | -h) sed -n '/^#!/d; /^#/!q; s/^# \{0,1\}//p' "$0" && exit 0 ;; esac # the text above
+case ${1-} in --help | -h) sed -n '/^#!/d; /^#/!q; s/^# \{0,1\}//p' "$0"; exit ;; esac # the text above
 # shellcheck source=scripts/lib/install.sh
 . "$(dirname -- "${BASH_SOURCE[0]}")/lib/install.sh"
 cd "$root"

@@ -6,7 +6,7 @@
 # Arguments, environment and all other exit codes: ./scripts/run_train.sh --help
 [ -n "${BASH_VERSION:-}" ] || exec bash "$0" "$@" # called as: sh SCRIPT
 set -uo pipefail
-case ${1-} in --help | -h) sed -n '/^#!/d; /^#/!q; s/^# \{0,1\}//p' "$0" && exit 0 ;; esac # the text above
+case ${1-} in --help | -h) sed -n '/^#!/d; /^#/!q; s/^# \{0,1\}//p' "$0"; exit ;; esac # the text above
 
 child='' terminated=''
 trap 'terminated=1; [ -z "$child" ] || kill -TERM "$child" 2>/dev/null' TERM

@@ -10,6 +10,7 @@ Exit code: 0 printed; 1 storage fails; 2 bad input, or a damaged checkpoint.
 from __future__ import annotations
 
 import argparse
+import os
 import signal
 import sys
 from io import TextIOWrapper
@@ -53,8 +54,8 @@ def show(run: Path, positions: str) -> None:
         raise ValueError(f"positions = {positions}: legal: one, such as 40, or a range with its last, such as 40-47")
     config = load([str(run / CONFIG_FILE if run.is_dir() else run)])
     tokenizer = build_tokenizer(config.model.tokenizer_path)
-    # beside RUN, as the checkpoints are in it: its job.dump_folder may be relative to another folder than this one
-    cache = (run.absolute() if run.is_dir() else config.run_folder).parent / "data_cache"
+    # beside RUN, as the checkpoints are in it: its job.dump_folder may be relative to another folder than this one; RUN may be ".."
+    cache = Path(os.path.abspath(run) if run.is_dir() else config.run_folder).parent / "data_cache"  # noqa: PTH100
     log = Log(stream=sys.stderr)
     vocab_size = config.model.vocab_size
     data = open_data(config.training, config.validation, tokenizer, cache, log=log, vocab_size=vocab_size)

@@ -100,11 +100,11 @@ class Components:
             self.build_manager()
             for line in lines:
                 log.info("%s", line)
-            rows = self.build_metrics()
-            self.build_checkpointer(rows)
+            writer = self.build_metrics()
+            self.build_checkpointer(writer)
             self.resume()
             if self.writes_rows:
-                self.metrics_processor.writer = cleanup.enter_context(closing(rows))
+                self.metrics_processor.writer = cleanup.enter_context(closing(writer))
 
     def build_data(self) -> None:
         config, training, world = self.config, self.config.training, self.world
@@ -484,7 +484,7 @@ class Components:
         """Logs the closing summary. `next_command`: what to run next; "": the same again, or what shows a finished run."""
         saved, groups, settings = self.checkpointer.place, self.events.summary(), self.config.checkpoint
         if verb == "finished":
-            next_command = f"tensorboard --logdir {quote(str(self.config.run_folder.parent))}"
+            next_command = next_command or f"tensorboard --logdir {quote(str(self.config.run_folder.parent))}"
         if settings.nothing_saved:
             saved = settings.nothing_saved
             next_command = next_command or "the same command begins where this launch did"

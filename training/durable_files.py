@@ -14,6 +14,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
+WRITE_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)  # errors of a write, which name no file
 BLOCK_BYTES = 64 << 10  # bytes per read of `lines_from_end`
 LOCK_S = 2.0  # longest wait for a lock, which a live writer holds for one write
 
@@ -113,8 +114,8 @@ def lines_from_end(file: AppendedFile) -> Iterator[tuple[int, bytes]]:
 
 
 def cause_of(error: OSError, path: object = "") -> str:
-    """Formats an error of the system as `path: cause`; `path`: where the error names no file, as that of a write."""
-    place = error.filename if error.filename is not None else path
+    """Formats an error of the system as `path: cause`. `path`: where this program writes, as an error of a write names no file."""
+    place = path if error.filename is None and error.errno in WRITE_ERRORS else error.filename
     return f"{place}: {error.strerror}" if error.strerror and place else str(error)
 
 

@@ -124,7 +124,7 @@ def machine(tmp_path: Path) -> Iterator[Machine]:
 @pytest.mark.parametrize("script", ["run_train.sh", "run_replicas.sh", "run_group.sh", "run_lighthouse.sh"])
 def test_a_shell_that_is_not_bash_hands_over_to_it(script: str):
     ran = subprocess.run(["sh", ROOT / "scripts" / script, "--help"], capture_output=True, text=True)
-    assert (ran.returncode, ran.stderr, ran.stdout[:9]) == (0, "", "usage: ./")
+    assert (ran.returncode, ran.stderr) == (0, "") and "./scripts/run_" in ran.stdout
 
 
 def test_help_needs_nothing(machine: Machine):

@@ -109,14 +109,14 @@ def test_bad_input_and_failing_storage(argv: list[str], code: int, error: str, c
     assert capsys.readouterr().err == f"show_data: {error}\n"
 
 
-@pytest.mark.parametrize("run", ["../outputs/files", "."])
+@pytest.mark.parametrize("run", ["../outputs/files", ".", ".."])
 def test_the_cache_is_that_of_the_run_from_whatever_folder(
     run: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     Path("files.toml").write_text(CONFIG.replace("text/*.txt", f"{tmp_path}/c4.jsonl"))
     config = load(["files.toml"])
     save(config, config.run_folder)
-    there = tmp_path / ("elsewhere" if run.startswith("..") else "outputs/files")
+    there = tmp_path / {".": "outputs/files", "..": "outputs/files/tb"}.get(run, "elsewhere")
     there.mkdir(exist_ok=True)
     before = sorted(there.iterdir())
     monkeypatch.chdir(there)

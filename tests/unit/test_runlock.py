@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.unit.fakes import forbid_locks
-from training.durable_files import RunLock
+from training.durable_files import RunLock, cause_of
 
 HOLD = """
 import sys
@@ -62,3 +62,10 @@ def test_a_file_system_without_locks_guards_neither(tmp_path: Path, monkeypatch:
     forbid_locks(monkeypatch)
     with closing(RunLock(tmp_path)), closing(RunLock(tmp_path, shared=True)), closing(RunLock(tmp_path)):
         pass
+
+
+def test_an_error_is_told_with_its_file_and_one_of_a_write_with_that_of_the_program() -> None:
+    full, refused = OSError(errno.ENOSPC, "full"), ConnectionRefusedError(errno.ECONNREFUSED, "host:1 refuses")
+    assert cause_of(full, "out") == "out: full"
+    assert cause_of(PermissionError(errno.EACCES, "denied", "in"), "out") == "in: denied"
+    assert cause_of(refused, "out") == str(refused), "it is not of that folder"

@@ -28,7 +28,17 @@ from pathlib import Path
 
 import numpy as np
 
-from training.data.sources import Source, TextSource, TokenSource, check_ids, map_ids, no_text, save_array, stamp_of
+from training.data.sources import (
+    Source,
+    TextSource,
+    TokenSource,
+    check_ids,
+    map_ids,
+    no_text,
+    save_array,
+    stamp_of,
+    write_array,
+)
 from training.durable_files import replace_file, sync_path, try_lock
 from training.log import Log
 from training.progress import Bar
@@ -298,7 +308,7 @@ class _Writer:
     def flush(self) -> None:
         if self._waiting:
             ids, lengths = self._tokenizer.encode_documents(self._waiting)
-            self._file.write(np.ascontiguousarray(ids, self._dtype).data)  # as in save_array
+            write_array(self._file, ids.astype(self._dtype, copy=False))
             self._lengths.append(lengths)
             self.tokens += len(ids)
             self.largest_id = max(self.largest_id, int(ids.max()))

@@ -327,8 +327,13 @@ class _Written:
         self.write = file.write
 
 
+def write_array(file: IO[bytes], array: np.ndarray) -> None:
+    """Appends the elements. Raises OSError with its cause (a full disk), which ndarray.tofile does not know."""
+    file.write(np.ascontiguousarray(array).data)
+
+
 def save_array(path: Path, array: np.ndarray) -> None:
-    """Writes a .npy file. Raises OSError with its cause, which ndarray.tofile, used by np.save for a file, does not know (a full disk)."""
+    """Writes a .npy file. Raises OSError with its cause, which np.save does not know where it uses ndarray.tofile, for a file."""
     with path.open("wb") as file:
         np.save(_Written(file), array)
 

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from training.config import os_errors_of
-from training.data.sources import TOKEN_TYPES, map_ids, save_array
+from training.data.sources import TOKEN_TYPES, map_ids, save_array, write_array
 from training.durable_files import replace_file, sync_path, try_lock
 
 FORMAT = 1
@@ -187,7 +187,7 @@ class StoreWriter:
             held = np.repeat(held_out, lengths)
             self._held.append((ids[held], lengths[held_out]))
             ids, lengths = ids[~held], lengths[~held_out]
-        self._file.write(np.ascontiguousarray(ids).data)  # as in save_array
+        write_array(self._file, ids)
         self._lengths.append(lengths)
         self._tokens += len(ids)
 
@@ -209,8 +209,10 @@ class StoreWriter:
         return manifest
 
     def close(self) -> None:
-        self._file.close()
-        self._journal.close()
+        try:
+            self._file.close()  # may write, and fail
+        finally:
+            self._journal.close()
 
     def _continue(self) -> None:
         """Reads the journal of a killed run, without a torn last line; begins one if there is none."""
@@ -235,7 +237,7 @@ class StoreWriter:
         number, train_tokens = len(self.shards), self._tokens
         train_documents = sum(map(len, self._lengths))
         for ids, lengths in self._held:
-            self._file.write(np.ascontiguousarray(ids).data)  # as in save_array
+            write_array(self._file, ids)
             self._lengths.append(lengths)
             self._tokens += len(ids)
         self._file.close()
