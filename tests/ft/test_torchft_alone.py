@@ -228,7 +228,7 @@ def test_a_store_that_is_given_is_used_although_torch_has_one():
 def test_a_port_that_is_given_stands_above_its_variable_and_retries_may_have_no_limit(
     lighthouse: LighthouseServer, monkeypatch: pytest.MonkeyPatch
 ):
-    """As in torchft: groups on one host may have a port each."""
+    """Groups on one host may have a port each, as in torchft."""
     given = {"lighthouse_addr": lighthouse.address(), "replica_id": "ports", "dies_with_group": False}
     with socket.create_server(("127.0.0.1", 0)) as taken:
         monkeypatch.setenv("TORCHFT_MANAGER_PORT", str(taken.getsockname()[1]))

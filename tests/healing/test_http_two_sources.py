@@ -125,7 +125,7 @@ def test_sources_of_which_one_has_a_flipped_bit(world: World, flipped: str, capl
 
 
 def test_sources_that_differ_are_reported_once_for_an_offer(world: World, caplog: pytest.LogCaptureFixture):
-    """However often a fetch is repeated."""
+    """A repeated fetch reports nothing again."""
     one, other, joiner = (large(seed, chunks=24) for seed in (1, 1, 2))
     other.values["model"]["last"].view(-1).view(torch.uint8)[-2] ^= 16
     errors = lambda: [it for it in caplog.records if it.levelno == logging.ERROR]  # noqa: E731

@@ -59,7 +59,7 @@ class Given:
 
 @dataclass(frozen=True)
 class RankReport:
-    """What a rank last told its group's server of itself."""
+    """The newest report of a rank to its group's server."""
 
     quorum_id: int = 0
     launched: int = 0
@@ -196,7 +196,7 @@ class RankNode:
 
     @property
     def quorum_id(self) -> int:
-        """Of the newest quorum that it knows; 0: of none."""
+        """The ID of the newest quorum that it knows; 0: none."""
         return self._quorum.quorum_id if self._quorum else 0
 
     @property

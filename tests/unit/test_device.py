@@ -40,7 +40,7 @@ def test_streams_are_those_of_the_device() -> None:
 
 
 def test_a_future_may_have_a_value_on_any_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Once CUDA is used; before that the question must not begin to use it."""
+    """The devices are known once CUDA is used; before that the question must not begin to use it."""
     assert future_devices() == []
     set_cuda(monkeypatch, SimpleNamespace(is_initialized=lambda: True, device_count=lambda: 2))
     assert future_devices() == [torch.device("cuda", 0), torch.device("cuda", 1)]

@@ -218,7 +218,7 @@ def test_a_rewind_does_not_revoke_a_leave(manager: Seam):
 
 @pytest.mark.parametrize("group_rank", [0, 1])
 def test_several_ranks_without_a_store_are_refused(group_rank: int):
-    """On rank 0, too: the others would wait for an address that it cannot tell them."""
+    """Rank 0 is refused, too: the others would wait for an address that it cannot tell them."""
     config = ReplicaGroupConfig(
         "a", group_rank, 2, "http://127.0.0.1:1", "127.0.0.1", Access(), Timeouts(), contact_s=0
     )
@@ -227,7 +227,7 @@ def test_several_ranks_without_a_store_are_refused(group_rank: int):
 
 
 def test_a_manager_that_cannot_be_made_leaves_no_server_behind():
-    """Else the next one of that name would be refused, as the server's heartbeats go on."""
+    """The server's heartbeats would go on, and the next Manager of that name would be refused."""
     addresses = []
 
     def refuse(address: str, group_rank: int, access: Access) -> GroupClient:
