@@ -65,7 +65,7 @@ class Bench:
     """A model with AdamW, and the measured operations, which return seconds and are called by `turn`."""
 
     def __init__(self, folder: Path, megabytes: int, device: str = "cpu") -> None:
-        """On "cuda" all copies, including the checkpoint's, are into pinned memory."""
+        """Copies on "cuda" are all into pinned memory, including the checkpoint's."""
         self.folder = folder
         width = 4096 if device == "cuda" else 1024
         layers = max(1, round(megabytes * 1e6 / 3 / 4 / width**2))  # weights and two moments, four bytes each

@@ -1,7 +1,7 @@
 """scripts/check_cluster.py with faults planted beneath it: `cluster_faults.py FAULT@RANK,... [FLAG ...]`, for test_check_cluster.py.
 
-The faults are in torch's functions, as a broken card, cable or library would have them; the tool itself knows nothing of them.
-Ranks are forked from this process, so what is replaced here is replaced in them.
+The faults are in torch's functions, as from a broken card, cable or library; the tool itself is unchanged.
+Ranks are forked from this process, so a replacement here applies to them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from scripts import check_cluster  # noqa: E402
 
 
 def _replace(name: str, rank: int, fault: Callable[..., Any]) -> None:
-    """One rank has `fault` instead of torch.distributed's function; it is given that function, and then its arguments."""
+    """Replaces a function of torch.distributed by `fault` on one rank; `fault` gets that function, then its arguments."""
     real = getattr(dist, name)
 
     def called(*rest: Any, **named: Any) -> Any:
@@ -52,7 +52,7 @@ def input_of_reduce_scatter(rank: int) -> None:
 
 
 def broadcast_of_root(rank: int) -> None:
-    """What this rank sends to all has one wrong element; its own copy is right."""
+    """Changes one element of the tensor that this rank broadcasts; its own copy is correct."""
 
     def broadcast(real: Callable[..., Any], tensor: Any, src: int, *rest: Any) -> Any:
         if src != rank:
@@ -65,7 +65,7 @@ def broadcast_of_root(rank: int) -> None:
 
 
 def errs(rank: int) -> None:
-    """An operation raises, on this rank alone."""
+    """Makes an operation raise, on this rank only."""
 
     def reduce(*_: Any, **__: Any) -> None:
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
@@ -74,14 +74,14 @@ def errs(rank: int) -> None:
 
 
 def clock(rank: int) -> None:
-    """This rank's clock is five seconds ahead."""
+    """Sets this rank's clock five seconds ahead."""
     real = time.time
     time.time = lambda: real() + (5.0 if _is(rank) else 0.0)
 
 
 def stopped(rank: int) -> None:
-    """This rank stops (SIGSTOP) when the others are on their way into a collective. The signal is this thread's: sent to the process, the
-    main thread may take it while this one goes on for a moment."""
+    """Stops this rank (SIGSTOP) while the others enter a collective. The signal is sent to this thread: with one to the process, the main
+    thread may take it while this one continues for a moment."""
     _at("values: all_reduce MIN", rank, lambda: signal.pthread_kill(threading.get_ident(), signal.SIGSTOP))
 
 
@@ -90,12 +90,12 @@ def killed(rank: int) -> None:
 
 
 def absent(rank: int) -> None:
-    """This rank ends before it says who it is."""
+    """Ends this rank before it reports its name."""
     _at("arrive", rank, lambda: os._exit(1))
 
 
 def hangs(rank: int) -> None:
-    """This rank waits in C code for ever, where no exception reaches it."""
+    """Blocks this rank in C code forever, where no exception reaches it."""
     _at("values: scatter", rank, lambda: signal.sigwait({signal.SIGUSR2}))
 
 
@@ -108,7 +108,7 @@ def _is(rank: int) -> bool:
 
 
 def _at(step: str, rank: int, do: Callable[[], object]) -> None:
-    """When the others know that this rank is there, so that they go into the collective; "arrive": before they do."""
+    """Calls `do` after the barrier `step`, so that the others enter the collective; before it if `step` is "arrive"."""
     real = Control.meet
 
     def meet(self: Control, name: str, timeout_s: float = 0.0) -> None:

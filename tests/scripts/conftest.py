@@ -1,4 +1,4 @@
-"""Fixtures for scripts that run in the process of the test: a folder with a tiny job, and models that transformers has written."""
+"""Fixtures for scripts that run in the process of the test: a folder with a tiny job, and models written by transformers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.scripts.test_train import folder  # noqa: F401 (a fixture)
 
 @pytest.fixture
 def in_the_folder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:  # noqa: F811
-    """Changes to a folder with tiny.toml and its text."""
+    """Changes into a folder with tiny.toml and its text."""
     monkeypatch.chdir(folder)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     yield

@@ -1,4 +1,4 @@
-"""What tests of scripts/hf.py share: the script in this process, what is in files, and the logits of both sides."""
+"""Helpers for tests of scripts/hf.py: the script in this process, the content of files, and the logits of both sides."""
 
 from __future__ import annotations
 
@@ -45,12 +45,12 @@ KINDS: dict[str, tuple[dict[str, Any], str]] = {
 
 
 def run(*arguments: object) -> int:
-    """The script in this process; the exit code."""
+    """Runs the script in this process. Returns the exit code."""
     return hf.main([str(argument) for argument in arguments])
 
 
 def refusal(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
-    """What it says when it refuses; nothing is written then."""
+    """Returns the error message of a refused call, after checking that nothing was written."""
     capsys.readouterr()
     there = sorted(Path.cwd().iterdir())
     assert run(*arguments) == 2
@@ -69,7 +69,7 @@ def saved(checkpoint: Path) -> dict[str, Tensor]:
 
 
 def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
-    """The same names, and the same bits."""
+    """Returns True if both have the same names, dtypes and bits."""
     return one.keys() == other.keys() and all(
         one[name].dtype == other[name].dtype and torch.equal(one[name], other[name]) for name in one
     )
@@ -94,7 +94,7 @@ def their_logits(transformers: Any, published: Path) -> Tensor:
 
 
 def tokenizers_of(published: Path) -> dict[str, str]:
-    """Puts tokenizer files there; name -> text."""
+    """Writes tokenizer files there. Returns name -> text."""
     tokenizers.write(published, "<s>", "</s>", config={"bos_token": "<s>", "eos_token": "</s>"})
     (published / "special_tokens_map.json").write_text("{}")
     names = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")

@@ -28,7 +28,7 @@ PLUGINS = "usr/lib/*/slurm-wlm"
 
 
 class Cluster:
-    """Raises Unavailable; TimeoutError where the nodes do not come up."""
+    """A running cluster. Raises Unavailable, or TimeoutError if the nodes do not start."""
 
     def __init__(self, folder: Path, nodes: Sequence[str]) -> None:
         if os.geteuid() != 0:
@@ -62,7 +62,7 @@ class Cluster:
         self._start("slurmd", "-D", "-N", node, "-d", str(_program(self._usr, "slurmstepd")), name=node)
 
     def crash(self, node: str) -> None:
-        """A machine that loses its power: slurmd and everything that runs there."""
+        """Simulates a power failure of a node: kills slurmd and all its processes."""
         self.programs[node].kill()
         self.programs.pop(node).wait()
         tasks = self.processes(node)
@@ -71,7 +71,7 @@ class Cluster:
                 os.kill(pid, signal.SIGKILL)
 
     def processes(self, node: str) -> list[int]:
-        """Of the tasks on that node."""
+        """Returns the pids of the tasks on that node."""
         found = []
         for pid in ours(self.env["SLURM_CONF"]):
             with suppress(OSError):
@@ -85,18 +85,18 @@ class Cluster:
         return dict(line.split() for line in lines)  # type: ignore[misc]
 
     def ask(self, *command: str, cwd: Path | None = None, **env: str) -> str:
-        """Empty where the controller does not answer."""
+        """Returns the command's output; empty if the controller does not answer."""
         ran = subprocess.run(command, env={**self.env, **env}, cwd=cwd, capture_output=True, text=True, timeout=WAIT_S)
         return ran.stdout
 
     def state(self, job: str) -> str:
-        """Such as "RUNNING restarts 0 exit 0:0"."""
+        """Returns the state, such as "RUNNING restarts 0 exit 0:0"."""
         said = self.ask("scontrol", "show", "job", job)
         words = dict(re.findall(r"\b(JobState|Restarts|ExitCode)=(\S+)", said))
         return "{JobState} restarts {Restarts} exit {ExitCode}".format_map(words) if words else "unknown"
 
     def close(self) -> None:
-        """Kills by number, and waits."""
+        """Kills all processes by pid, and waits for their end."""
         with suppress(subprocess.TimeoutExpired):
             self.ask("scancel", "--full", "--signal=KILL", "--state=RUNNING")
         for process in self.programs.values():
@@ -163,7 +163,7 @@ PartitionName=high Nodes={names} PriorityTier=2 PreemptMode=OFF State=UP
 
 
 def ours(conf: str) -> list[int]:
-    """All processes that were started with this configuration."""
+    """Returns the pids of all live processes that were started with this configuration."""
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
@@ -174,7 +174,7 @@ def ours(conf: str) -> list[int]:
 
 
 def _stepd(task: int) -> int:
-    """The slurmstepd that a task is a child of; 0: it is not."""
+    """Returns the pid of the slurmstepd that is a task's parent; 0: none is."""
     with suppress(OSError):
         parent = int(Path(f"/proc/{task}/stat").read_text().rpartition(")")[2].split()[1])
         return parent if "slurmstepd" in Path(f"/proc/{parent}/cmdline").read_text() else 0
@@ -182,7 +182,7 @@ def _stepd(task: int) -> int:
 
 
 def until(what: str, holds: Callable[[], object], said: Callable[[], str] = str) -> None:
-    """Raises TimeoutError."""
+    """Waits until `holds` returns a true value. Raises TimeoutError."""
     end_s = time.monotonic() + WAIT_S
     while not holds():
         if time.monotonic() > end_s:
@@ -196,7 +196,7 @@ def free_ports(count: int) -> list[int]:
 
 
 def fetch(cache: Path = ROOT / ".venv-slurm") -> Path:
-    """The folder `usr` with Slurm's and munge's programs; the first call fills it. It appears whole or not at all. Raises Unavailable."""
+    """Returns the folder `usr` with Slurm's and munge's programs; the first call fills it, atomically. Raises Unavailable."""
     for tool in ("apt-get", "dpkg-deb"):
         if not shutil.which(tool):
             raise Unavailable(f"no {tool} here: this takes Debian's packages")
@@ -230,5 +230,5 @@ def _apt(folder: Path, *arguments: str) -> str:
 
 
 def _program(usr: Path, name: str) -> Path:
-    """Debian calls them slurmd-wlm, and makes links when it installs."""
+    """Returns a program's path: Debian names it slurmd-wlm, and links slurmd to it on installation."""
     return next(path for path in (usr / "sbin" / f"{name}-wlm", usr / "sbin" / name) if path.exists())

@@ -1,4 +1,4 @@
-"""Replica groups that cannot take part, beside one that trains: one clear line each, exit 2, and the one that trains goes on.
+"""Replica groups that cannot take part, beside one that trains: each prints one clear line and exits with 2; the other continues.
 
 All of them start together: each costs an import of torch.
 """
@@ -22,7 +22,7 @@ NOBODY = "http://127.0.0.1:1"  # no lighthouse listens there
 
 class Group(Started):
     def __init__(self, folder: Path, name: str, lighthouse: str, *arguments: str, **env: str) -> None:
-        """In a folder of its own, as on a machine of its own."""
+        """Starts the group in its own folder, as on a separate machine."""
         folder.mkdir(exist_ok=True)
         write_job(folder)
         said = {"TORCHFT_LIGHTHOUSE": lighthouse, "REPLICA_GROUP_ID": name, "PHAROS_TOKEN": TOKEN, **env}
@@ -38,7 +38,7 @@ class Group(Started):
         self.until(f"step {count}", lambda _: self.steps >= count)
 
     def refused(self) -> tuple[int, str]:
-        """Its exit code, and the last line of what it said."""
+        """Returns the exit code, and the last line of the output."""
         code = self.process.wait(WAIT_S)
         assert "Traceback" not in self.text
         return code, self.text.splitlines()[-1]

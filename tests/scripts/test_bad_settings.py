@@ -49,7 +49,7 @@ SAVED: dict[str, str | bytes] = {"outputs/run/config.toml": GOOD, "outputs/run/c
 
 @dataclass(frozen=True)
 class Case:
-    """What the user has (files), says (toml, argv, nproc) and is told (message, on standard error after "pharos: ")."""
+    """User input (`files`, `toml`, `argv`, `nproc`) and the expected `message` on standard error after "pharos: "."""
 
     name: str
     message: str
@@ -65,7 +65,7 @@ class Case:
 
     @property
     def whole(self) -> bool:
-        """Through the script, in a process of its own."""
+        """True if the case runs through the script, in a separate process."""
         return self.nproc == 1 or self.name in ("config missing", "typo", "ranks do not fit the layout")
 
 
@@ -215,7 +215,7 @@ CASES = [
 
 
 def written(case: Case, folder: Path) -> set[str]:
-    """Writes the user's files. Returns the names of all that is there."""
+    """Writes the user's files. Returns the names of all existing files."""
     for name, content in {"run.toml": case.toml, **case.files}.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_bytes(content.encode() if isinstance(content, str) else content)

@@ -35,7 +35,7 @@ MEMORY_BYTES = 500e6
 
 @dataclass(frozen=True)
 class Ran:
-    """What came of a run."""
+    """Result of a run."""
 
     code: int
     out: str
@@ -129,7 +129,7 @@ def test_good_ranks_pass_and_leave_their_report_alone(ran: dict[str, Future[Ran]
 
 @pytest.mark.parametrize("name", ["wrong"])
 def test_wrong_results_and_a_wrong_clock_are_named(ran: dict[str, Future[Ran]], name: str):
-    """Four faults in one run, each with its rank: a result, a contribution, what a root sends, a clock."""
+    """Four faults in one run, each with its rank: a result, an input, a broadcast, a clock."""
     done = ran[name].result()
     assert done.code == 1
     told = "\n".join(done.findings)
@@ -166,7 +166,7 @@ def test_a_rank_that_says_nothing_is_named_with_what_it_was_at(ran: dict[str, Fu
 
 @pytest.mark.parametrize("name", ["stopped with the store"])
 def test_ranks_whose_store_stops_with_its_rank_end_too(ran: dict[str, Future[Ran]], name: str):
-    """Rank 0 holds the store of tcp://, as under srun: nobody can ask anything any more."""
+    """Rank 0 holds the store of tcp://, as under srun, so the store stops, too."""
     done = ran[name].result()
     assert done.code == 1 and done.left == [], done.out + done.err
     assert "rank 0 (pid" in done.err and "is stopped (SIGSTOP) and was killed" in done.err
@@ -202,7 +202,7 @@ def test_bad_input_is_told_before_torch_is_imported(arguments: list[str], env: d
 
 
 def test_the_ranks_of_torchrun(tmp_path: Path):
-    """srun's are in test_slurm.py."""
+    """Ranks started by torchrun; those of srun are in test_slurm.py."""
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", CHECK, *SMALL, "--folder", tmp_path]
     said = finished(command, CUDA_VISIBLE_DEVICES="").stdout
     assert "2 ranks on 1 host" in said and "no findings" in said, said
@@ -221,7 +221,7 @@ def test_two_nodes_over_ipv6_without_a_launcher(tmp_path: Path):
 
 
 def test_bad_init_methods_are_told():
-    """By the rules of comm.init_method (tests/multiproc/test_init_methods.py)."""
+    """The errors are those of comm.init_method (tests/multiproc/test_init_methods.py)."""
     assert finished([sys.executable, CHECK, "--init_method", "tcp://nowhere"], code=2).stderr == (
         'check_cluster: --init_method = "tcp://nowhere": must be tcp://host:port with a port from 1 to 65535; it takes "env://", '
         '"file:///path/on/a/shared/disk" or "tcp://host:port" of rank 0; nearest: "env://"\n'
@@ -256,7 +256,7 @@ HOSTS = ("node-a", "node-b", "node-c")
 
 
 def on_hosts(network: Network, folder: Path) -> tuple[list[int], dict[str, Any]]:
-    """One rank on each; exit codes and the report."""
+    """Runs one rank on each. Returns exit codes and the report."""
     folder.mkdir()
     processes = []
     for number, name in enumerate(HOSTS):

@@ -1,4 +1,4 @@
-"""examples/distributed_basics.py as its head says to run it: each line it prints; the exit status where a rank fails."""
+"""examples/distributed_basics.py, run as its docstring describes: each printed line; the exit status if a rank fails."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ training: 3 ranks, the weights of one process on the whole batch
 
 
 def wrong(rank: int, size: int) -> None:
-    """A part that fails on one rank, while the other waits for it."""
+    """Fails on one rank, while the other waits for it."""
     from examples.distributed_basics import check
 
     check(rank == 0, f"one of {size} ranks computes something else")
 
 
 def killed(rank: int, size: int) -> None:
-    """A part in which one rank dies without a word, as if the machine had run out of memory."""
+    """Kills one rank without a message, as if the machine had run out of memory."""
     import torch.distributed as dist
 
     if rank == size - 1:

@@ -1,6 +1,6 @@
-"""Every command in an sh block of the pages is run: here, in a copy of the repository whose main configuration is a smaller one, or in a
-form of its own by the test that is named in ELSEWHERE. Of blocks without a language, whose commands need hours, GPUs or a cluster,
-tests/unit/test_documents.py looks up the files and settings."""
+"""Every command in an sh block of the pages is run: here, in a copy of the repository with a smaller main configuration, or in a
+different form by the test named in ELSEWHERE. For blocks without a language, whose commands need hours, GPUs or a cluster,
+tests/unit/test_documents.py checks the files and settings."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ ELSEWHERE = {
 
 
 def commands(page: str) -> list[str]:
-    """Without comments; what goes over several lines is one."""
+    """Returns the commands of a page without comments; continued lines are joined."""
     blocks = re.findall(r"^```sh\n(.*?)^```", (ROOT / page).read_text(), re.MULTILINE | re.DOTALL)
     lines = "".join(blocks).replace("\\\n", " ").splitlines()
     return [" ".join(command.split()) for line in lines if (command := re.sub(r"\s{2,}#.*", "", line).strip())]
@@ -121,7 +121,7 @@ def test_the_commands_of_the_pages_work(tmp_path: Path):
 
 
 def test_no_page_has_commands_that_are_not_looked_at():
-    """In a block of another language neither this module nor test_documents.py would see them."""
+    """Blocks of other languages are covered neither by this module nor by test_documents.py."""
     names = {name for page in PAGES for name in re.findall(r"^```(\w+)", (ROOT / page).read_text(), re.MULTILINE)}
     assert names == {"sh", "python", "toml"}
 

@@ -1,5 +1,4 @@
-"""scripts/hf.py export and generate.py beside a run that removes and replaces checkpoints: what is read is of one checkpoint, whole, or
-nothing."""
+"""scripts/hf.py export and generate.py beside a run that removes and replaces checkpoints: a read covers one whole checkpoint, or fails."""
 
 from __future__ import annotations
 
@@ -50,7 +49,7 @@ def put(step: int, folder: Path = CHECKPOINTS) -> Path:
 
 
 def publish(step: int, under: int = 0) -> None:
-    """As a run does, in one rename. `under`: the step that it is given, whose checkpoint it replaces."""
+    """Publishes a checkpoint by one rename, like a run. `under`: the step that it gets, whose checkpoint it replaces."""
     target = put(under or step)
     partial = shutil.copytree(put(step, MADE), target.with_name(f"{target.name}.partial"))
     if under:
@@ -60,7 +59,7 @@ def publish(step: int, under: int = 0) -> None:
 
 
 def prune(step: int) -> None:
-    """As a run does: renamed, then removed."""
+    """Removes a checkpoint like a run: renames, then deletes it."""
     shutil.rmtree(put(step).rename(put(step).with_name(f"step-{step}.partial")))
 
 
@@ -90,7 +89,7 @@ def opens(monkeypatch: pytest.MonkeyPatch) -> Iterator[Opens]:
 
 
 def export(opens: Opens, at: int, then: Callable[[], None], *arguments: object) -> int:
-    """The exit code of an export, before whose `at`-th opened file of step 2 `then` is called."""
+    """Runs an export that calls `then` before the `at`-th opened file of step 2. Returns the exit code."""
     shutil.rmtree("out", ignore_errors=True)
     opens.count, opens.at, opens.then = 0, at, then
     return run("export", RUN, "out", *arguments)

@@ -1,4 +1,4 @@
-"""scripts/generate.py: text of a run, whatever trained it."""
+"""scripts/generate.py: generates text from a run, whatever layout trained it."""
 
 from __future__ import annotations
 

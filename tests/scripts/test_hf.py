@@ -1,4 +1,4 @@
-"""scripts/hf.py: published weights and ours are the same bits and the same logits; a run begins with them, and goes out as it ended."""
+"""scripts/hf.py: published weights and ours have equal bits and logits; a run starts from them, and is exported as it ended."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_published_weights_come_back_as_the_same_bits_and_give_the_same_logits(
 
 @torch.no_grad()
 def test_far_from_the_start_their_rounding_of_angles_is_all_that_differs(published: Path, transformers: Any):
-    """They compute position * frequency in fp32, we in fp64. With their angles put into our model it is theirs again."""
+    """transformers computes position * frequency in fp32, this model in fp64. With the fp32 angles the logits match again."""
     assert run("import", published / "sharded", "ours") == 0
     length = 1024
     ids = torch.randint(0, V, (1, length), generator=torch.Generator().manual_seed(7))

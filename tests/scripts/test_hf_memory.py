@@ -23,7 +23,7 @@ MB = 10**6
 
 
 def publish(folder: Path, config: llama.Config, *, vocab_size: int, file_bytes: int) -> int:
-    """A model of random bits in fp32; the bytes of its largest file."""
+    """Writes a model of random bits in fp32. Returns the bytes of its largest file."""
     folder.mkdir(parents=True)
     planned = {
         entry.theirs: torch.empty(entry.shape, dtype=torch.float32, device="meta")

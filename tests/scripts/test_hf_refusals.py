@@ -1,5 +1,5 @@
-"""scripts/hf.py: what does not fit is named, with what is there and what should be, before anything is written; what is cut short leaves
-nothing that looks complete."""
+"""scripts/hf.py: a mismatch is reported with actual and expected values before anything is written; an interrupted call leaves no file that
+looks complete."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def text_of(name: str, text: str) -> Callable[[Path], Any]:
 
 
 def tampered_header(file: Path) -> None:
-    """It is JSON of the right length all the same, but a shape does not cover its bytes."""
+    """Writes a header that is JSON of the right length, but whose shape does not match its bytes."""
     length = int.from_bytes(file.read_bytes()[:8], "little")
     header, values = file.read_bytes()[8 : 8 + length], file.read_bytes()[8 + length :]
     changed = json.loads(header)
@@ -74,7 +74,7 @@ def truncated(file: Path) -> None:
 
 
 def small_vocabulary(file: Path) -> None:
-    """Twelve rows, and a tokenizer of more."""
+    """Reduces the model to twelve rows, fewer than the ids of its tokenizer."""
     tokenizers_of(file.parent)
     edit_config(file.parent, vocab_size=12)
     ends = ("lm_head.weight", "model.embed_tokens.weight")
@@ -343,7 +343,7 @@ READERS = {"import": Weights, "export": TensorByTensor}
 
 
 def ready(command: str, published: Path) -> list[str]:
-    """The arguments of one that takes a while."""
+    """Returns the arguments of a call that takes a while."""
     if command == "import":
         return ["import", str(published / "sharded"), "out"]
     assert run("import", published / "sharded", "ours") == 0
@@ -411,7 +411,7 @@ def test_an_error_of_the_disk_is_told_with_its_file(published: Path, capsys: pyt
 
 
 def test_without_safetensors_one_line_says_how_to_install_it(tmp_path: Path):
-    """In a process of its own, where it cannot be found."""
+    """Runs in a separate process, where the package cannot be imported."""
     blocked = "import sys; sys.modules['safetensors'] = None; sys.argv = ['hf.py', 'import', 'a', 'b']; "
     script = blocked + f"import runpy; runpy.run_path({str(ROOT / 'scripts' / 'hf.py')!r}, run_name='__main__')"
     [line] = finished([sys.executable, "-c", script], code=2).stderr.splitlines()

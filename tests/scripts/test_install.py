@@ -103,7 +103,7 @@ class Machine:
 
 @pytest.fixture
 def machine(tmp_path: Path) -> Iterator[Machine]:
-    """With a Python 3.12, unless the test takes it away."""
+    """A machine with Python 3.12, which a test may remove."""
     made = Machine(tmp_path)
     for folder in (tmp_path / "bin", made.repository / "scripts"):
         folder.mkdir(parents=True)
@@ -192,7 +192,7 @@ def test_tests_install_both_lock_files_and_pass_arguments_on(machine: Machine):
 
 
 def test_groups_of_one_machine_bring_their_lighthouse_and_leave_what_is_there(machine: Machine):
-    """After a training start and the tests, in the same environment; and then nobody installs any more."""
+    """The lighthouse's packages are added to the environment of training and tests; later calls install nothing."""
     for script in ("run_train.sh", "run_tests.sh"):
         assert machine.run(script=script)[0] == 0
     machine.forget()

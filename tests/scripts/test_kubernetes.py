@@ -1,5 +1,5 @@
-"""contrib/kubernetes/jobset.yaml: its pods' very commands and environments, in processes of this machine. That is all that is proved: what
-the API server makes of the manifest (the schema of a JobSet, who restarts what, names, volumes) is not tried here."""
+"""contrib/kubernetes/jobset.yaml: its pods' commands and environments, in processes of this machine. Not covered: the API server's handling
+of the manifest (schema of a JobSet, restarts, names, volumes)."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.timeout(3 * WAIT_S)
 
 
 class Pods:
-    """What a cluster would do for the manifest: names, ports, volumes and labels become those of this machine and this test."""
+    """Acts for the cluster: maps names, ports, volumes and labels of the manifest to those of this machine and test."""
 
     def __init__(self, folder: Path) -> None:
         (folder / "secret").mkdir()
@@ -75,7 +75,7 @@ class Pods:
         return process
 
     def lighthouse(self) -> subprocess.Popen[bytes]:
-        """With the manifest's port, which is the default there, and another one here."""
+        """Starts the lighthouse on the manifest's port, which is replaced by a free one."""
         pod = self.parts["Deployment"]["spec"]["template"]
         [container] = pod["spec"]["containers"]
         container["args"] += ["--bind", f"127.0.0.1:{container['ports'][0]['containerPort']}"]
@@ -115,7 +115,7 @@ def pods(tmp_path: Path) -> Iterator[Pods]:
 
 
 def test_the_parts_name_each_other(pods: Pods):
-    """What an API server would not refuse, and nothing would work."""
+    """Detects inconsistent names, which an API server accepts, but with which nothing works."""
     service, deployment, spec = pods.parts["Service"], pods.parts["Deployment"]["spec"], pods.parts["JobSet"]["spec"]
     assert service["spec"]["selector"].items() <= deployment["template"]["metadata"]["labels"].items()
     assert deployment["selector"]["matchLabels"] == deployment["template"]["metadata"]["labels"]
@@ -160,7 +160,7 @@ def test_a_group_dies_and_one_is_evicted_and_both_come_back(pods: Pods):
 
 
 def test_bad_input_ends_with_the_code_that_the_job_is_not_started_again_for(pods: Pods):
-    """podFailurePolicy: exit code 2 fails the Job, and is not one of those that are tried again."""
+    """podFailurePolicy: exit code 2 fails the Job without a retry."""
     rules = pods.job["template"]["spec"]["podFailurePolicy"]["rules"]
     assert rules[0] == {"action": "FailJob", "onExitCodes": {"operator": "In", "values": [2]}}
     pods.job["template"]["spec"]["template"]["spec"]["containers"][0]["args"] += ["--training.stpes", "3"]

@@ -1,4 +1,4 @@
-"""scripts/launch.py over a stub of train.py and of configs: what it does with exit codes, signals, output and failures.
+"""scripts/launch.py over a stub of train.py and of configs: handling of exit codes, signals, output and failures.
 
 With one rank a stub of torch is enough; more ranks need the real one, for its agent.
 """
@@ -86,7 +86,7 @@ Start = Callable[..., "subprocess.Popen[str]"]
 
 @pytest.fixture
 def tree(tmp_path: Path) -> Path:
-    """A repository in which everything but scripts/launch.py and what it uses is a stub."""
+    """A repository in which all but scripts/launch.py and its imports is a stub."""
     shutil.copytree(ROOT / "scripts", tmp_path / "scripts")
     for package in ("training", "ft"):
         (tmp_path / package).symlink_to(ROOT / package)
@@ -168,7 +168,7 @@ def test_a_stop_before_training_is_one_line(tree: Path, start: Start, number: si
 
 @pytest.mark.usefixtures("stub_torch")
 def test_a_stop_ends_the_launch_of_groups_while_their_lighthouse_hangs(tree: Path, start: Start):
-    """The state file is a pipe that nobody writes to, like one on a disk that does not answer."""
+    """The state file is a FIFO without a writer, like one on a disk that does not answer."""
     state_file = tree / "outputs" / "job" / "groups" / "lighthouse.json"
     state_file.parent.mkdir(parents=True)
     os.mkfifo(state_file)
@@ -334,20 +334,20 @@ def test_two_nodes_meet(tree: Path, start: Start, ordered: bool):
 
 
 def end(process: subprocess.Popen[str]) -> tuple[int, str, str]:
-    """(exit code, standard output, standard error)"""
+    """Waits for the end. Returns exit code, standard output, standard error."""
     out, err = process.communicate(timeout=60)
     return process.returncode, out, err
 
 
 def ranks_of(process: subprocess.Popen[str], count: int) -> list[int]:
-    """Waits until `count` ranks have said their process numbers."""
+    """Waits until `count` ranks have printed their pids."""
     assert process.stdout is not None
     lines = (process.stdout.readline() for _ in range(count))
     return [int(line.split()[3]) for line in lines]
 
 
 def alive(pid: int) -> bool:
-    """Whether a process runs; one that has ended and waits for its parent does not."""
+    """Returns True if a process runs; a zombie does not."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:

@@ -120,7 +120,7 @@ def test_text_files_long_and_short(tmp_path: Path, packed: str):
 
 
 def test_the_held_out_are_those_of_every_other_source_kind(tmp_path: Path):
-    """By content alone: the same documents as of training.dataset = "files"."""
+    """The content alone decides: the same documents are held out as with training.dataset = "files"."""
     from tests.unit.data_corpus import document, files_config, open_small
     from training.data.order import in_split
 
@@ -217,7 +217,7 @@ class TestBadInput:
 
     @pytest.mark.parametrize("out", [".", "corpus", "corpus/store"])
     def test_a_store_in_its_source(self, tmp_path: Path, capsys: pytest.CaptureFixture[str], out: str):
-        """The next call would take its manifest and its journal for text."""
+        """Refused, as the next call would read the store's manifest and journal as text."""
         (tmp_path / "corpus").mkdir()
         write_jsonl(tmp_path / "corpus" / "a.jsonl", DOCUMENTS)
         source = "." if out == "." else "corpus"

@@ -1,4 +1,4 @@
-"""bench/resume.py, the quick one: the claim is checked with every change, and the proof can tell when it does not hold."""
+"""bench/resume.py, the quick one: the claim is checked with every change, and the proof detects when it does not hold."""
 
 from __future__ import annotations
 

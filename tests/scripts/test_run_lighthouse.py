@@ -39,7 +39,7 @@ def folder(tmp_path: Path) -> Iterator[Path]:
 
 
 def _run(folder: Path, *flags: str, **env: str) -> tuple[int, str, str]:
-    """On a machine that has a Python and nothing else."""
+    """Runs the script as on a machine that has only Python. Returns exit code, standard output, standard error."""
     bare = {"PATH": os.environ["PATH"], "PYTHON": sys.executable, "PHAROS_VENV": str(folder / "venv")}
     done = subprocess.run([SCRIPT, *flags], cwd=folder, env={**bare, **env}, capture_output=True, text=True, timeout=50)
     return done.returncode, done.stdout, done.stderr

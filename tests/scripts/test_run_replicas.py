@@ -1,4 +1,4 @@
-"""Several replica groups as a user starts them: one dies, the others go on, it comes back, and the figures have every step once."""
+"""Several replica groups as a user starts them: one dies, the others continue, it returns, and the metrics have every step once."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Job(Started):
         return read(self.run / "samples.jsonl")
 
     def make_anew(self, step: int) -> None:
-        """As other groups have written that step, who then died: whoever saved it had committed it alone."""
+        """Rewrites a step's row as other groups, dead since, would have written it; the saving group had committed the step alone."""
         path = self.run / "samples.jsonl"
         lines = [json.loads(line) for line in path.read_text().splitlines()]
         row = lines[step - 1]

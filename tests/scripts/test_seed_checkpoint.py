@@ -28,7 +28,7 @@ pytestmark = [pytest.mark.timeout(300), pytest.mark.usefixtures("in_the_folder")
 
 
 def seed(*overrides: str, draw: script.Draw = draw) -> int:
-    """The script in this process; the exit code."""
+    """Runs the script in this process. Returns the exit code."""
     return script.main(["tiny.toml", *overrides], draw=draw)
 
 

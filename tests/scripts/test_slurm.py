@@ -34,7 +34,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 @pytest.mark.parametrize("env", [{}, {"CI": "true", "PHAROS_NO_INSTALL": "1"}], ids=["not asked for", "forbidden"])
 def test_nothing_is_fetched_that_nobody_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, env: dict[str, str]):
-    """On somebody's own machine, say."""
+    """Nothing is downloaded without permission, as on a user's own machine."""
     (tmp_path / "apt-get").write_text(f"#!/bin/sh\ntouch {tmp_path}/called\n")
     (tmp_path / "apt-get").chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
@@ -48,7 +48,7 @@ def test_nothing_is_fetched_that_nobody_asked_for(tmp_path: Path, monkeypatch: p
 
 
 class Job:
-    """A submitted one, in a folder of its own."""
+    """A submitted job, in its own folder."""
 
     def __init__(
         self, cluster: Cluster, folder: Path, *sbatch: str, more: str = "", words: Sequence[str] = (), **env: str
@@ -73,7 +73,7 @@ class Job:
         until(pattern, lambda: re.search(pattern, self.text), self.words)
 
     def words(self) -> str:
-        """For whoever asks why: without the lines of steps."""
+        """Returns the state and output without step lines, for error messages."""
         lines = (line for line in self.text.splitlines() if not re.search(r" loss | saved: ", line))
         return "\n".join([self.state, *lines])
 
@@ -82,12 +82,12 @@ class Job:
         return self.cluster.state(self.id)
 
     def both_train(self) -> None:
-        """From now on: each has a line of a step."""
+        """Waits until both groups have printed a new step."""
         seen, line = len(self.text), r"\[(\d)/0 \d+\] step \d+/"
         until("both", lambda: set(re.findall(line, self.text[seen:])) == {"0", "1"}, lambda: self.text)
 
     def finish(self, restarts: int) -> None:
-        """It is queued again, with a last step that is near: the same run goes on to it, from what was saved."""
+        """Requeues the job with a last step 20 after the newest checkpoint; the run resumes from that and completes."""
         saved = newest(self.run)
         self.ends_at(last := saved + 20)
         ended = ("COMPLETED", "FAILED", "CANCELLED")
@@ -100,7 +100,7 @@ class Job:
 def test_a_job_loses_a_step_and_a_node_and_is_preempted_and_its_time_runs_out_and_it_finishes(
     cluster: Cluster, tmp_path: Path
 ):
-    """One job, three lives. Every process of a step gets each signal here: data workers, and children of the process groups, too."""
+    """One job with three lives. Each signal reaches every process of a step: data workers, and children of process groups."""
     more = '[training.dataloader]\nnum_workers = 1\n[fault_tolerance]\nprocess_group = "baby_gloo"\n'
     job = Job(cluster, tmp_path, "--nodes=3", more=more, NUM_REPLICA_GROUPS="2")
     job.both_train()
@@ -136,7 +136,7 @@ def test_a_job_loses_a_step_and_a_node_and_is_preempted_and_its_time_runs_out_an
 
 
 def readable_anywhere(secret: str) -> bool:
-    """On a command line."""
+    """Returns True if the secret is on a command line."""
     lines = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         with suppress(OSError):

@@ -64,7 +64,7 @@ class Job(Started):
         super().__init__(command, folder / f"{self.mark}.txt", cwd=folder, **env)
 
     def end(self) -> int:
-        """The exit code. Nothing of the job lives on; a process may see only then that its parent has ended."""
+        """Waits until no process of the job is left. Returns the exit code. A process may notice late that its parent has ended."""
         code = super().end()
         until(f"the end of all processes:\n{self.text}", lambda: not list(self._left_over()), WAIT_S)
         return code
@@ -86,7 +86,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def rows(folder: Path, key: str) -> dict[int, float]:
-    """What metrics.jsonl says of `key`, by step; each step once."""
+    """Returns the values of `key` in metrics.jsonl by step; each step must occur once."""
     found = [(row["step"], row[key]) for row in all_rows(folder / "outputs" / "tiny") if key in row]
     assert len(dict(found)) == len(found)
     return dict(found)

@@ -51,7 +51,7 @@ VARIED = " ".join("".join(chr(97 + (7 * a * b + a) % 26) for b in range(a % 11 +
 
 
 class Started:
-    """A process whose output goes into a file, after what is there already."""
+    """A process whose output is appended to a file."""
 
     def __init__(self, command: Sequence[str | Path], out: Path, *, cwd: Path, **env: str) -> None:
         self._out = out
@@ -64,7 +64,7 @@ class Started:
         return self._out.read_text()
 
     def until(self, what: str, holds: Callable[[str], object]) -> str:
-        """Waits until `holds` is true of the output; returns that."""
+        """Waits until `holds` is true for the output, and returns the output."""
         end_s = time.monotonic() + WAIT_S
         while not holds(self.text):
             ended = self.process.poll() is not None
@@ -74,7 +74,7 @@ class Started:
         return self.text
 
     def until_all_train(self, groups: int, after: str = "") -> str:
-        """Waits until each of `groups` groups has made a step after the last `after` of the output; returns that.
+        """Waits until each of `groups` groups has made a step after the last `after` of the output, and returns the output.
 
         A job of a fixed number of steps may reach its end while a group still starts.
         """
@@ -87,12 +87,12 @@ class Started:
         )
 
     def end(self) -> int:
-        """The exit code."""
+        """Waits for the end. Returns the exit code."""
         self.until("its end", lambda _: self.process.poll() is not None)
         return self.process.returncode
 
     def kill(self) -> None:
-        """May be called twice."""
+        """Kills the process; may be called twice."""
         self.process.kill()
         self.process.wait()
 
@@ -105,7 +105,7 @@ class Started:
 def finished(
     command: Sequence[str | Path], *, code: int = 0, cwd: Path | None = None, **env: str
 ) -> subprocess.CompletedProcess[str]:
-    """Runs a command, which ends with `code`; pytest's timeout ends it, too."""
+    """Runs a command that must end with `code`; pytest's timeout ends it, too."""
     environ = {**os.environ, **ENV, **env}
     done = subprocess.run(command, cwd=cwd, env=environ, capture_output=True, text=True, check=False)
     assert done.returncode == code, done.stdout + done.stderr
@@ -113,7 +113,7 @@ def finished(
 
 
 def python(*arguments: str | Path, code: int = 0, **env: str) -> str:
-    """Output of another process of this Python, which imports this repository and ends with `code`."""
+    """Returns the output of a new Python process that imports this repository and must end with `code`."""
     return finished([sys.executable, *arguments], code=code, PYTHONPATH=str(ROOT), **env).stdout
 
 
@@ -127,7 +127,7 @@ print("peak", peak)
 
 
 def peak_bytes(module: str, *arguments: object) -> int:
-    """Peak of resident memory of a process that runs a script, with the files of tensors that it maps."""
+    """Returns the peak resident memory of a process that runs a script, including its mapped tensor files."""
     return int(python("-c", PEAK, module, *map(str, arguments)).split("peak ")[-1]) << 10
 
 
@@ -144,14 +144,14 @@ def struck(function: Callable[..., Any], at: int, number: signal.Signals) -> Cal
 
 
 def write_job(folder: Path, config: str = CONFIG, text: str = "all work and no play\n" * 3000) -> None:
-    """tiny.toml and its text."""
+    """Writes tiny.toml and its text."""
     (folder / "text").mkdir(exist_ok=True)
     (folder / "text" / "a.txt").write_text(text)
     (folder / "tiny.toml").write_text(config)
 
 
 def copy_repository(to: Path) -> None:
-    """All that the commands of the pages use."""
+    """Copies everything that the commands of the pages use."""
     packages = ("configs", "contrib", "ft", "models", "parallelisms", "scripts", "tools", "training")
     for part in (*packages, "train.py", "requirements.lock", "pyproject.toml"):
         copy = shutil.copytree if (ROOT / part).is_dir() else shutil.copy2
@@ -159,12 +159,12 @@ def copy_repository(to: Path) -> None:
 
 
 def newest(run: Path) -> int:
-    """The step of the newest checkpoint."""
+    """Returns the step of the newest checkpoint."""
     return max(int(path.name.removeprefix("step-")) for path in (run / "checkpoint").iterdir())
 
 
 def assert_exact(run: Path, steps: int) -> list[SampleRow]:
-    """Holds the record of the run against `steps` steps; returns it."""
+    """Checks the run's record against `steps` steps, and returns it."""
     rows = read(run / "samples.jsonl")
     assert [row.step for row in rows] == list(range(1, steps + 1))
     assert prove(rows) == SampleProof(steps=steps, sequences=rows[-1].positions[-1].end)

@@ -68,7 +68,7 @@ class Job(Trains):
         on_bytes: Callable[[], None] = lambda: None,
         **settings: Any,
     ) -> None:
-        """`at`: what happens in front of the next stage of a save of that name (see Checkpointer), once."""
+        """`at`: functions by name of a save's stage, each called once before that stage (see Checkpointer)."""
         torch.set_num_threads(1)  # the same bits need the same number of threads, here and in a child
         torch.manual_seed(seed)
         self.layers = [nn.Embedding(7, 5), nn.BatchNorm1d(5), nn.Linear(5, 3)]

@@ -49,7 +49,7 @@ def open_small(
     limits: Mapping[str, int] = MappingProxyType({}),
     **more: Any,
 ) -> Corpus:
-    """`limits`: constants of training/data/cache.py that have another value meanwhile."""
+    """`limits`: temporary values of constants in training/data/cache.py."""
     with pytest.MonkeyPatch.context() as patch:
         for name, value in limits.items():
             patch.setattr(f"training.data.cache.{name}", value)

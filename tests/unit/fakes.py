@@ -1,4 +1,4 @@
-"""A clock that the test moves, a log that keeps its lines; other packages, another CUDA and other models than those of this machine."""
+"""A clock that the test moves, and a log that keeps its lines; fakes of packages, of CUDA and of models."""
 
 import errno
 import os
@@ -58,7 +58,7 @@ def set_cuda(monkeypatch: pytest.MonkeyPatch, cuda: Any) -> None:
 
 
 def add_models(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
-    """Adds the models of `folder`, as files of a fork in models/. Those of the test before are forgotten."""
+    """Adds the models of `folder`, as files of a fork in models/, and removes those of the test before."""
     monkeypatch.setattr(models, "__path__", [*models.__path__, str(folder)])
     for file in folder.glob("*.py"):
         monkeypatch.delitem(sys.modules, f"models.{file.stem}", raising=False)

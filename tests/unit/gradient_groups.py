@@ -1,4 +1,4 @@
-"""Groups that live in this process and sum their gradients: the fake of a process group, and models to take the gradients of."""
+"""Groups in this process that all-reduce their gradients: a fake process group, and models that have gradients."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from ft.process_groups.errors import ProcessGroupError
 
 
 class World:
-    """Members that sum in one process, from any thread: an operation ends when all have started theirs. `last`: after so many operations
-    it fails."""
+    """Members that all-reduce in one process, from any thread: an operation ends once all have started theirs.
+    `last`: number of operations that succeed; later ones fail."""
 
     def __init__(self, size: int, last: int | None = None) -> None:
         self.groups = [Group(self, rank) for rank in range(size)]
@@ -92,13 +92,13 @@ class Group:
         return work
 
     def scribble(self) -> None:
-        """A thread of the abandoned group writes into what it was given."""
+        """Overwrites the results of all started operations, like a thread of the abandoned group."""
         for one in self.started:
             one.result.fill_(7e6 if one.result.is_floating_point() else 77)
 
 
 class Member:
-    """A model and its gradients; all members' models are the same, their data is not."""
+    """A model and its gradients; the models of all members are equal, their data differs."""
 
     def __init__(self, number: int, make: Callable[[], nn.Module], **options: object) -> None:
         torch.manual_seed(0)
@@ -148,7 +148,7 @@ def finish(team: list[Member], tail: tuple[float, ...] = (1.0, 0.5)) -> list[tup
 
 
 def used(team: list[Member]) -> list[Member]:
-    """Both sets hold sums of the past."""
+    """Runs two steps, so that both sets of gradient memory hold old sums."""
     for seed in range(2):
         open_all(team)
         for member in team:
@@ -167,7 +167,7 @@ def assert_sums(team: list[Member], local: list[list[Tensor]]) -> None:
 
 
 def fail(team: list[Member], world: World) -> list[Callable[[], None]]:
-    """All launch, none gets its sums, all give up. What to call when the old group is at rest."""
+    """Launches on all members, fails all reductions, and abandons them. Returns functions to call once the old group is idle."""
     for member in team:
         member.gradients.launch_remaining([1.0])
     for member in team:

@@ -24,7 +24,7 @@ _OPERATIONS = frozenset({"open", "os.mkdir", "os.rename", "os.rmdir"})
 
 
 def prepare(folder: Path, scenario: str) -> Job:
-    """A run about to save step 6 after 2 and 4 (and to remove 2), or to save another step 4 in place of the first."""
+    """Prepares a run that is about to save step 6 after 2 and 4 (and to remove 2), or to replace step 4 by another step 4."""
     Job(folder).step_and_save(2, 4)
     job = Job(folder, keep_latest_k=2)
     job.train({"new": 6, "again": 5}[scenario])

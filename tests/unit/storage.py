@@ -18,7 +18,7 @@ from training.background_writer import BackgroundWriter
 
 
 class AtOnce(BackgroundWriter):
-    """Without a thread: what a test gives is written, or has failed, when it looks. `said`: all that was told."""
+    """A writer without a thread: each call writes, or fails, in the caller's thread. `said`: all reported messages."""
 
     def __init__(self) -> None:
         self.said: list[str] = []
@@ -37,7 +37,7 @@ def until_written(background_writer: BackgroundWriter) -> None:
 
 
 class SlowStore(MemoryFileSystem):
-    """memory:// as slow://, of which the last file of a checkpoint arrives once `lets_go` is set, and nothing is listed if it `is_away`."""
+    """memory:// as slow://: `lets_go` releases reads of a checkpoint's last file; listing fails while `is_away`."""
 
     protocol = "slow"
     lets_go = threading.Event()
@@ -61,7 +61,7 @@ fsspec.register_implementation("slow", SlowStore, clobber=True)
 
 
 class Disk:
-    """What files under `folder` meet. full: no byte more; a write may take `room` of them first. read_only: nothing is made, either."""
+    """Injects errors for files under `folder`. full: ENOSPC once `room` more bytes are written; read_only: EROFS for every change."""
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self._folder, self._patch = str(folder), monkeypatch

@@ -1,4 +1,4 @@
-"""Each mode of activation checkpointing gives the same gradients from fewer bytes, and computes again what it says."""
+"""Each mode of activation checkpointing gives the same gradients with less memory, and recomputes what it states."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ PRODUCTS_OF_A_BLOCK = 7
 
 
 class Watch(TorchDispatchMode):
-    """Counts operations, and knows which of the storages they made are still alive."""
+    """Counts operations, and knows which of the storages that they created are alive."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ class Watch(TorchDispatchMode):
 
 
 def torchs_attention(q: Tensor, k: Tensor, v: Tensor, _: Tensor | None = None) -> Tensor:
-    """As ops.causal_attention of longer sequences."""
+    """Computes attention by torch's kernel, as ops.causal_attention does for longer sequences."""
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
     return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2)
 
@@ -130,7 +130,7 @@ def test_what_is_computed_again(attend: Attend, attention: str) -> None:
 
 @pytest.mark.parametrize("mode", ["second", "op", "full"])
 def test_compiled_blocks_go_through_a_cache_where_no_gradient_is_asked_for(mode: str) -> None:
-    """As the text sample at a run's end does. A checkpoint around a block that appends to its cache cannot be traced."""
+    """The text sample at the end of a run uses a cache; a checkpoint around a block that appends to it cannot be traced."""
     model = built(MODES[mode])
     tokens = torch.randint(0, V, (1, 5), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
@@ -193,7 +193,7 @@ def test_options_that_mean_nothing_are_refused(option: str) -> None:
 
 
 def test_whichever_kernel_attention_runs_its_result_is_kept() -> None:
-    """On CUDA torch chooses among three, cuDNN's first on Hopper."""
+    """All fused attention kernels are in KEPT: on CUDA torch chooses among three, on Hopper cuDNN's first."""
     names = torch._C._dispatch_get_all_op_names()
     kernels = {
         name

@@ -1,4 +1,4 @@
-"""Which address a machine advertises: with this machine's own interfaces, and with others' told to it."""
+"""The address that a machine advertises: with the interfaces of this machine, and with given ones."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def test_errors_name_the_setting_what_there_is_and_the_nearest(interface: str, m
 
 
 def test_a_lighthouse_that_no_route_leads_to():
-    """To broadcast, a socket must have been allowed to."""
+    """A broadcast address is unreachable, as the socket lacks SO_BROADCAST."""
     with pytest.raises(
         ValueError, match=r"^TORCHFT_LIGHTHOUSE 255\.255\.255\.255:29510: no interface .* leads there; there are "
     ):
@@ -129,7 +129,7 @@ def test_a_lighthouse_without_an_address():
 
 
 def test_a_name_that_has_no_address_yet_is_waited_for(caplog: pytest.LogCaptureFixture):
-    """A name server may be away for a moment, or a cluster not yet know the name."""
+    """The name server may be down for a moment, or the name not be registered yet."""
     away = socket.gaierror(socket.EAI_AGAIN, "Temporary failure in name resolution")
     said = "TORCHFT_LIGHTHOUSE head.cluster:29510: head.cluster has no address"
 

@@ -1,4 +1,4 @@
-"""The thread that writes: who gives it something to write never waits, and trouble is said once, and when it is over."""
+"""The background writer: callers never wait, and a failure is reported once, and again when it is over."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_an_end_says_what_it_takes_along() -> None:
 
 
 def test_what_is_no_trouble_of_files_is_tried_again_all_the_same() -> None:
-    """A damaged file, or somebody else's library, raises what it likes, and the thread is everybody's."""
+    """Any exception is retried: damaged files and third-party libraries raise various types, and all kinds of data share the thread."""
     said, tries = list[str](), [0]
     background_writer = BackgroundWriter(said.append, retry_s=0.001)
 

@@ -1,4 +1,4 @@
-"""Where each gradient lies: buckets, what rides with the tail, and how a difference between two layouts is named."""
+"""The layout of gradients: buckets, values that are sent with the tail, and the description of a difference between two layouts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Weights alone, and what a run begins with: its seed, a step that is asked for, another run's checkpoint."""
+"""Weights only, and the start of a run: its seed, a requested step, another run's checkpoint."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_the_last_save_can_be_the_weights_alone(tmp_path: Path) -> None:
 
 
 def test_another_run_gives_no_tensor_that_follows_from_the_configuration(tmp_path: Path) -> None:
-    """Nor does a save in 16 bits round it."""
+    """A buffer computed from the configuration is not loaded from another run, and is not rounded by a 16-bit export."""
     computed = ["model.1.running_mean"]
     job = Job(tmp_path, computed=computed, last_save_model_only=True, export_dtype="bfloat16")
     job.step_and_save(2)
@@ -119,7 +119,7 @@ def test_load_step(tmp_path: Path) -> None:
 
 
 def test_the_summary_tells_that_load_step_begins_there_again() -> None:
-    """A rank that is restarted goes back to it, too, as each launch does."""
+    """A restarted rank loads `load_step` again, as each launch does."""
     said = dict[int, str]()
     for step in (-1, 0, 200):
         run = MagicMock()
@@ -134,7 +134,7 @@ def test_the_summary_tells_that_load_step_begins_there_again() -> None:
 
 
 def test_settings_that_a_full_disk_refuses_are_written_later(tmp_path: Path) -> None:
-    """By the background writer's thread: the step that asks for it goes on."""
+    """The background writer's thread writes them; the step that requests it continues."""
     (tmp_path / "run").write_text("a file where the folder should be")
     run = MagicMock(config=RunConfig(job=JobConfig("run", str(tmp_path))), slot_size=8)
     Components.request_config(run)

@@ -1,4 +1,4 @@
-"""A checkpoint that is damaged is refused by name, and the one before it is used."""
+"""A damaged checkpoint is refused by name, and the one before it is used."""
 
 from __future__ import annotations
 

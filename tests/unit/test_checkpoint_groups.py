@@ -1,4 +1,4 @@
-"""Checkpoints that several replica groups share: one of them saves, and one that was stopped, and wakes, believes that it still does."""
+"""Checkpoints shared by several replica groups: one group saves, and a group that was stopped resumes as if it still were the writer."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ EPOCH, WAIT_S = "epoch", 50.0
 
 
 class Group(Job):
-    """`quorum`: by which it saves; None: it does not."""
+    """A job of a group. `quorum`: id of the quorum in which it is the writer; None: it is not."""
 
     def __init__(self, folder: Path, quorum: int | None, **settings: Any) -> None:
         self.quorum = quorum
@@ -30,7 +30,7 @@ class Group(Job):
 
 
 def resumes(folder: Path, step: int, group: Group) -> Job:
-    """From that step, with what the group has."""
+    """Asserts that a new job resumes from `step` with the state of `group`, and returns it."""
     resumed = Job(folder)
     assert resumed.checkpointer.load() == step and same(resumed.everything(), group.everything())
     return resumed
@@ -41,7 +41,7 @@ def names(folder: Path) -> list[str]:
 
 
 def test_one_that_wakes_before_its_save_leaves_the_others_alone(tmp_path: Path):
-    """The other is in the middle of a save: nothing of it may be cleared away, and no older one be put in its place."""
+    """During the other group's save, nothing of that save is removed, and no older checkpoint replaces it."""
     a, b = Group(tmp_path, 1), Group(tmp_path, 2)
     a.step_and_save(2)
     b.step_and_save(4)
@@ -57,7 +57,7 @@ def test_one_that_wakes_before_its_save_leaves_the_others_alone(tmp_path: Path):
 @pytest.mark.parametrize("instant", ["begin", "write", "publish"])
 @pytest.mark.parametrize("async_mode", ["disabled", "async"])
 def test_one_that_wakes_in_its_save_is_passed_over(tmp_path: Path, instant: str, async_mode: str):
-    """Wherever it was stopped: the step that the others have saved meanwhile stays theirs, and nobody's save fails."""
+    """The step that the other group saved meanwhile is kept, and no save fails, at whatever stage the first was stopped."""
     a, b = Group(tmp_path, 1, async_mode=async_mode), Group(tmp_path, 2, seed=1)
     a.train(2)
     a.at[instant] = lambda: b.step_and_save(2)
@@ -69,7 +69,7 @@ def test_one_that_wakes_in_its_save_is_passed_over(tmp_path: Path, instant: str,
 
 
 def test_each_writes_into_a_folder_of_its_own(tmp_path: Path):
-    """One that was stopped before it wrote wakes when the other has written the same step, and has yet to publish it."""
+    """A group stopped before its write resumes after the other has written the same step, but not yet published it."""
     a, b = Group(tmp_path, 1), Group(tmp_path, 2, seed=1)
     a.train(2)
     b.train(2)
@@ -93,7 +93,7 @@ def test_each_writes_into_a_folder_of_its_own(tmp_path: Path):
 
 
 def test_the_role_moves_while_a_save_is_written_in_the_background(tmp_path: Path):
-    """Both groups live: the earlier step comes as well, for nobody else has saved it."""
+    """Both groups live, so the earlier step is published too: no other group has saved it."""
     a, b = Group(tmp_path, 1, async_mode="async"), Group(tmp_path, None)
     a.train(2)
 
@@ -109,7 +109,7 @@ def test_the_role_moves_while_a_save_is_written_in_the_background(tmp_path: Path
 
 
 def test_who_saves_clears_away_what_is_older(tmp_path: Path):
-    """What others left of steps that are saved by now; not of a later one, nor what a newer writer has there."""
+    """A save removes leftovers of other groups for steps up to its own, but not those of a newer writer."""
     a, b = Group(tmp_path, 1), Group(tmp_path, 3)
     (tmp_path / "checkpoint/step-4.partial-epoch-2").mkdir(parents=True)
     a.step_and_save(2, 4)
@@ -122,7 +122,7 @@ def test_who_saves_clears_away_what_is_older(tmp_path: Path):
 
 
 def test_a_step_that_was_being_replaced_is_not_lost(tmp_path: Path):
-    """Its writer died between two renames, and the next one's save fails."""
+    """The step survives when its writer died between two renames and the next writer's save fails."""
     a, b = Group(tmp_path, 1), Group(tmp_path, 2)
     a.step_and_save(2)
     (tmp_path / "checkpoint/step-2").rename(tmp_path / "checkpoint/step-2.replaced")
@@ -143,7 +143,7 @@ def test_a_step_that_was_being_replaced_is_not_lost(tmp_path: Path):
 
 
 def test_the_lease_is_looked_at_with_the_rest_of_the_save(tmp_path: Path):
-    """In the background, where slow storage holds up no step."""
+    """The lease is read in the background thread, so that slow storage delays no step."""
     a, threads = Group(tmp_path, 1, async_mode="async"), list[str]()
     a.at["begin"] = lambda: threads.append(threading.current_thread().name)  # it has just looked
     a.train(2)
@@ -163,14 +163,14 @@ def test_a_lease_that_cannot_be_noted_is_one_line(tmp_path: Path):
 
 
 class Figures(Ledger):
-    """As metrics_writer.py has them."""
+    """A stand-in for the state of metrics_writer.py."""
 
     def __init__(self, rows: str) -> None:
         self.state = {"rows": rows}
 
 
 def test_figures_are_of_this_run_and_may_be_missing(tmp_path: Path):
-    """A run may go on with groups or without, and one from before there were any; another run that begins with it has files of its own."""
+    """A run may resume with or without rows, also from a checkpoint without them; a run that starts from its checkpoint has its own."""
 
     def start(folder: Path, figures: str, **settings: Any) -> Job:
         job = Job(folder, **settings)
@@ -203,7 +203,7 @@ def test_a_group_that_goes_while_it_waits_saves_whoever_has_the_role(tmp_path: P
 
 @pytest.mark.parametrize("url", ["checkpoint", "memory://unsettled"])
 def test_what_leaving_groups_save_displaces_no_settled_checkpoint(tmp_path: Path, url: str):
-    """They do not count towards keep_latest_k, and are removed once older than what it keeps."""
+    """Unsettled checkpoints do not count towards keep_latest_k, and are removed once older than the kept ones."""
     MemoryFileSystem.store.clear()
     run = tmp_path / "run"
 
@@ -242,7 +242,7 @@ def test_a_settled_checkpoint_of_the_same_step_stays_or_takes_the_place(tmp_path
 
 
 def test_of_two_unsettled_ones_of_a_step_the_first_stays(tmp_path: Path):
-    """Both groups got SIGTERM: the second finds the first one's in the last moment."""
+    """Both groups got SIGTERM: the second finds the first one's checkpoint at the last moment."""
     a, b = Group(tmp_path, None), Group(tmp_path, None)
     a.train(3)
     b.train(3)
@@ -261,7 +261,7 @@ def test_a_manifest_of_before_is_of_a_settled_step():
 
 @pytest.mark.parametrize("instant", ["begin", "write", "publish"])
 def test_who_takes_the_role_over_saves_what_was_due(tmp_path: Path, instant: str):
-    """The one before died in its save, wherever it was; the others have made a step since."""
+    """The former writer died at any stage of its save; the others have committed a step since."""
     looks: list[Callable[[], None]] = []
     a, b = Group(tmp_path, 1, interval=4), Group(tmp_path, None, interval=4, in_thread=looks.append)
     for group in (a, b):
@@ -306,7 +306,7 @@ def test_a_note_that_a_disk_has_damaged_is_none(tmp_path: Path, content: str):
 
 
 def test_two_threads_of_a_rank_note_the_same_lease(tmp_path: Path):
-    """The background writer's, for metrics, and the trainer's, each at the same moment."""
+    """The background writer (for metrics) and the trainer acquire the lease at the same moment."""
     together, noted = threading.Barrier(2), list[bool]()
 
     def note() -> None:

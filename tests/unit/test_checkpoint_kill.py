@@ -1,4 +1,4 @@
-"""SIGKILL at every instant of a save: the next start finds the last whole checkpoint, says so, and goes on."""
+"""SIGKILL at every instant of a save: the next start finds the last complete checkpoint, reports it, and continues."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.unit.checkpoint_job import Job, same, steps_in
 
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, object]]:
-    """What the job's states are after so many steps."""
+    """Returns the state of the job after each step."""
     job = Job(tmp_path_factory.mktemp("expected"))
     states = {}
     for step in range(1, 7):

@@ -1,4 +1,4 @@
-"""Checkpoints of a run that goes back to one: which it goes back to, and what replaces those that it went back over."""
+"""Checkpoints of a run that rewinds: the checkpoint that it loads, and the replacement of later ones."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_it_goes_back_bit_for_bit_to_the_newest_before_the_spike(tmp_path: Path)
 
 
 def test_it_goes_back_to_its_own_history_alone(tmp_path: Path) -> None:
-    """Step 6 is of the branch that was left at step 4, written late by a group that was stopped."""
+    """Step 6, of the branch abandoned at step 4 and written late by a stopped group, is not loaded."""
     job = gone_back(tmp_path)
     shutil.copytree(tmp_path / "checkpoint" / "step-6", tmp_path / "late")
     save(job, 5, branch=1)
@@ -68,7 +68,7 @@ def test_it_goes_back_to_its_own_history_alone(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("keep", [0, 2])
 def test_a_save_of_the_new_branch_replaces_what_lies_beyond(tmp_path: Path, keep: int) -> None:
-    """Also where a kill leaves both: a step of an older branch is older, however far it was."""
+    """A kill may leave both: a step of an older branch counts as older, whatever its number."""
     job = gone_back(tmp_path, keep_latest_k=keep)
     beyond = tmp_path / "checkpoint" / "step-6"
     there: list[bool] = []
@@ -88,7 +88,7 @@ def test_a_save_of_the_new_branch_replaces_what_lies_beyond(tmp_path: Path, keep
 
 @pytest.mark.parametrize("url", ["checkpoint", "memory://rewinds"])
 def test_a_step_that_another_group_made_alone_is_not_gone_back_to(tmp_path: Path, url: str) -> None:
-    """A group saves its own version of step 5 as it leaves; the run goes back there only if it has continued from it."""
+    """A group saves its own version of step 5 as it leaves; the run rewinds to it only if it has continued from it."""
     MemoryFileSystem.store.clear()
     a, b, c = (Group(tmp_path / "run", quorum, url=url, seed=1) for quorum in (1, None, 2))
     a.checkpointer.load()

@@ -1,4 +1,4 @@
-"""What is kept of checkpoints and cleared away, saves that fail, and saves in the background."""
+"""Retention and removal of checkpoints, failed saves, and saves in the background."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_the_newest_k_are_kept(tmp_path: Path) -> None:
 
 
 def test_what_load_step_goes_back_behind_is_set_aside_by_the_first_save(tmp_path: Path) -> None:
-    """It is of a history that the run has left: the next launch goes on from the new one, and nothing is removed."""
+    """Later steps belong to an abandoned history: the next launch resumes from the new one, and nothing is deleted."""
     job = Job(tmp_path, keep_latest_k=0)
     job.step_and_save(2, 4, 6)
     content = data_file(tmp_path, 6).read_bytes()
@@ -109,7 +109,7 @@ def test_a_reader_leaves_leftovers_alone(tmp_path: Path) -> None:
 
 @contextmanager
 def largest_file(size_bytes: int) -> Iterator[None]:
-    """The system refuses every byte of a file beyond that; Python leaves SIGXFSZ ignored, so the write fails."""
+    """Limits the size of files: writes beyond it fail, as Python ignores SIGXFSZ."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size_bytes, before[1]))
     try:
@@ -234,7 +234,7 @@ def test_a_save_that_failed_is_due_again_after_a_pause(tmp_path: Path, async_mod
 def test_a_checkpoint_that_storage_does_not_show_now_is_neither_counted_nor_removed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As a network's file system does, whose server comes back; who asks for the newest is told of another, and does not fail."""
+    """A network file system may lose and regain its server (ESTALE); `newest` then returns an earlier step instead of failing."""
     Job(tmp_path, keep_latest_k=0).step_and_save(2, 4, 6, 8)
     folder, stat, read = tmp_path / "checkpoint", Path.stat, Path.read_text
 
@@ -252,7 +252,7 @@ def test_a_checkpoint_that_storage_does_not_show_now_is_neither_counted_nor_remo
 
 
 class Leaving:
-    """The part of a manager that a save asks."""
+    """The part of a manager that a save uses."""
 
     step, writer_quorum, may_exit, needs_new_quorum, finished = 3, ("epoch", 1), True, False, False
     rewinds = ()
@@ -284,7 +284,7 @@ class Staying(Leaving):
 
 
 def test_a_save_in_the_background_counts_once_it_is_written(tmp_path: Path) -> None:
-    """And one that failed is told by a group that is not the writer any more, once."""
+    """A group that is no longer the writer reports its failed save, once."""
     job, told, manager = Job(tmp_path, async_mode="async"), list[str](), Staying()
     saver = Saver(job.checkpointer, manager, Progress(), sync=lambda: None, report=told.append, info=print)
 
@@ -321,7 +321,7 @@ def test_a_save_in_the_background_counts_once_it_is_written(tmp_path: Path) -> N
 
 
 def test_who_leaves_saves_although_an_earlier_save_has_failed(tmp_path: Path) -> None:
-    """In the background, and storage is well again: it has no next step to try it in."""
+    """Storage works again after a failed background save; the leaving group has no later step to retry in."""
     job = Job(tmp_path, async_mode="async")
     with largest_file(0):
         job.step_and_save(2)
@@ -336,7 +336,7 @@ def test_who_leaves_saves_although_an_earlier_save_has_failed(tmp_path: Path) ->
 
 
 class HeldBackWrites:
-    """The next write of a checkpoint waits here until it is let go."""
+    """Blocks the next write of a checkpoint until it is released."""
 
     def __init__(self, job: Job) -> None:
         self.go = threading.Event()

@@ -1,4 +1,4 @@
-"""A run whose checkpoints are in an object store: it goes on from there on another machine, and a store that fails ends nothing."""
+"""Checkpoints in an object store: a run resumes from it on a different machine, and a failing store ends no run."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def start(machine: Path, **settings: Any) -> Job:
 
 
 def stored(job: Job) -> None:
-    """Waits until the store has the newest save, or refuses it."""
+    """Waits until the store has the newest save, or rejects it."""
     job.checkpointer.retry_upload()
     assert job.checkpointer.wait_uploaded(WAIT_S)
 
@@ -156,7 +156,7 @@ def test_damage_on_the_disk_is_repaired_from_the_store(tmp_path: Path):
 
 
 def test_what_a_group_saves_as_it_leaves_replaces_no_other_save(tmp_path: Path):
-    """But its damaged copy on the disk."""
+    """An unsettled save replaces no other save, except its own damaged copy on the disk."""
     left = start(tmp_path / "1")
     left.checkpointer.load()
     left.train(2)
@@ -171,7 +171,7 @@ def test_what_a_group_saves_as_it_leaves_replaces_no_other_save(tmp_path: Path):
 
 
 def test_a_group_that_leaves_removes_nothing(tmp_path: Path):
-    """Not the writer's upload that is on its way, and no checkpoint for its own, whose step may not be the job's."""
+    """Neither the writer's pending upload nor an earlier checkpoint is removed: the saved step may not be the job's."""
     writer, leaves = (Group(tmp_path / "run", quorum, url=URL, keep_latest_k=1) for quorum in (1, None))
     writer.checkpointer.load()
     writer.step_and_save(2)
@@ -187,7 +187,7 @@ def test_a_group_that_leaves_removes_nothing(tmp_path: Path):
 
 
 def test_a_copy_on_its_way_is_left_to_its_group(tmp_path: Path):
-    """The writer of the shared folder clears up leftovers of older writers, not what another group copies; that one does."""
+    """The writer of a shared folder removes leftovers of older writers, not another group's partial copy; that group removes it."""
     writer = Group(tmp_path / "run", 1, url=URL)
     writer.checkpointer.load()
     writer.step_and_save(2)
@@ -200,7 +200,7 @@ def test_a_copy_on_its_way_is_left_to_its_group(tmp_path: Path):
 
 
 def test_a_copy_that_no_launch_needs_any_more_is_removed(tmp_path: Path):
-    """Its group never returns, and its step is older than what keep_latest_k keeps."""
+    """Its group never returns, and its step is older than the oldest that keep_latest_k keeps."""
     writer = Group(tmp_path / "run", 1, url=URL, keep_latest_k=2)
     writer.checkpointer.load()
     partial = begin(tmp_path / "run" / "checkpoint", 2, fetch_suffix("3"))
@@ -234,7 +234,7 @@ def test_what_load_step_has_left_is_not_gone_back_to(tmp_path: Path):
 
 
 def test_an_earlier_step_is_trained_again(tmp_path: Path):
-    """And its new successors take the places of the old ones."""
+    """New checkpoints replace those of the abandoned steps."""
     saved(tmp_path / "1", 2, 4, 6)
     other = start(tmp_path / "2", load_step=2)
     assert other.checkpointer.load() == 2 and steps_in(tmp_path / "2" / "run") == [2]
@@ -316,7 +316,7 @@ def test_the_local_copy_has_a_folder_of_its_own():
 
 
 def test_groups_with_disks_of_their_own_share_a_store(tmp_path: Path):
-    """One that heals copies nothing."""
+    """A group that heals downloads no checkpoint."""
     a = Group(tmp_path / "a" / "run", 1, url=URL)
     a.step_and_save(2)
     stored(a)
@@ -365,7 +365,7 @@ def test_a_group_that_is_passed_over_puts_nothing_in_its_successors_place(
 
 
 def test_a_step_that_the_next_writer_has_removed_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """The store refused the former writer's upload, and takes those of its successor, which removes older checkpoints from the disk."""
+    """The store rejected the former writer's upload and accepts those of the next writer, which removes older checkpoints from the disk."""
     a, b = (Group(tmp_path / "run", quorum, url=URL, seed=quorum, keep_latest_k=2) for quorum in (1, 2))
     with monkeypatch.context() as patch:
         patch.setattr(MemoryFileSystem, "pipe_file", denied)
@@ -383,7 +383,7 @@ def test_a_step_that_the_next_writer_has_removed_is_not_waited_for(tmp_path: Pat
 
 
 def test_the_last_step_is_put_until_sigterm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """And the run is finished only when it is there."""
+    """The run counts as finished only when its last checkpoint is in the store."""
     ends = [End(tmp_path / "run", 1, url=URL) for _ in range(2)]
     with monkeypatch.context() as patch:
         patch.setattr(MemoryFileSystem, "pipe_file", denied)

@@ -42,7 +42,7 @@ def configured(folder: Path, *argv: str) -> RunConfig:
 
 
 def complaints(folder: Path, *argv: str, world_size: int = 1, device_type: str | None = None) -> list[str]:
-    """What `check` finds, line by line; the config file is called run.toml."""
+    """Returns the lines of the error that `check` raises, or []; the config file is named run.toml."""
     try:
         check(configured(folder, *argv), world_size=world_size, device_type=device_type)
     except ConfigError as error:
@@ -407,7 +407,7 @@ def test_groups_that_step_by_themselves_fit(folder: Path) -> None:
 
 
 def test_a_configuration_is_checked_without_what_takes_as_long_to_import_as_torch() -> None:
-    """Its model included. A launcher checks before any rank starts, and bad input is told at once."""
+    """The check, including the model's, imports no slow modules: a launcher runs it before any rank starts."""
     program = """
 import sys
 from configs.check import check

@@ -1,4 +1,4 @@
-"""--help and the settings' page: every key is there, in 100 columns; an unknown section names the nearest."""
+"""--help and the page of settings: every key is there, in 100 columns; an error about an unknown section names the nearest one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where a key stands: the scanner finds every key that tomllib finds, at the line where it was written."""
+"""The scanner for line numbers finds every key that tomllib finds, at the line where it is written."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ TABLES = st.dictionaries(NAMES, st.dictionaries(NAMES, VALUES, max_size=3), max_
 
 @given(TABLES, st.sampled_from(["", "  # ] = \" '", "\n\n# x = 1"]))
 def test_finds_what_tomllib_finds(tables: dict[str, Any], noise: str) -> None:
-    """Also shows that values are written so that tomllib reads them back the same, type for type."""
+    """Values written by `to_text` are read back by tomllib with equal value and type."""
     text = "".join(
         f"[{name}]{noise}\n" + "".join(f"{key} = {to_text(value)}{noise}\n" for key, value in table.items())
         for name, table in tables.items()

@@ -1,4 +1,4 @@
-"""TOML and overrides into dataclasses, on toy sections: every way in, and the message of every way to get it wrong."""
+"""TOML and overrides to dataclasses, on toy sections: every source of values, and the message of every error."""
 
 # ruff: noqa: E501 (exact messages stay on one line)
 

@@ -1,4 +1,4 @@
-"""Checks before the start of what only the checkpoint has: the positions at which budgets began, and the text that was trained on."""
+"""Checks before the start that need a checkpoint: the positions at which budgets began, and the training data."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def save_run(name: str) -> tuple[Path, int]:
 
 
 def refused(*argv: str, changed: Collection[str] = ()) -> str:
-    """The refusal of two ranks, or ""."""
+    """Returns the message that refuses two ranks, or ""."""
     try:
         check(config := configured(*argv), world_size=2, device_type="cpu")
         check_resume(config, changed, world_size=2)

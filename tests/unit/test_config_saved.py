@@ -31,7 +31,7 @@ def configure(folder: Path, *argv: str, toml: str = TOML) -> RunConfig:
 
 
 def refusal(config: RunConfig) -> list[str]:
-    """The lines of the message without the last, which names the ways out."""
+    """Returns the lines of the message except the last, which names the alternatives."""
     with pytest.raises(ConfigError) as error:
         check_saved(config, config.run_folder)
     *lines, out = str(error.value).split("\n")
@@ -265,7 +265,7 @@ def test_another_model_is_one_difference(tmp_path: Path) -> None:
 
 
 def test_a_file_of_another_version(tmp_path: Path) -> None:
-    """A key that came since has the default it came with; one that went matters if its section does."""
+    """A key added since has its default; a removed one matters only if its section still exists."""
     save(configure(tmp_path), tmp_path / "run")
     saved = tmp_path / "run" / CONFIG_FILE
     text = saved.read_text().replace("dim = 256\n", "").replace("log_freq = 10\n", "gone = 3\n")
@@ -297,7 +297,7 @@ def test_a_saved_file_that_cannot_be_read_is_named(tmp_path: Path, content: byte
 
 
 def test_ranks_that_would_make_another_step_are_refused(tmp_path: Path) -> None:
-    """With training.global_batch_size = -1 the ranks make it; what they made of it when the run began is saved."""
+    """A batch size left to the ranks (training.global_batch_size = -1) is saved when the run starts."""
     save(configure(tmp_path), tmp_path / "run", batch=16)  # 2 ranks of 8
     config = configure(tmp_path)
     check_saved(config, tmp_path / "run", world_size=2)
@@ -313,7 +313,7 @@ def test_ranks_that_would_make_another_step_are_refused(tmp_path: Path) -> None:
 
 
 def test_what_is_there_already_is_not_written_again(tmp_path: Path) -> None:
-    """A group that starts again on a full disk needs no room for it."""
+    """Unchanged settings are not rewritten: a group that restarts on a full disk needs no space."""
     save(configure(tmp_path), tmp_path / "run")
     inode = (tmp_path / "run" / CONFIG_FILE).stat().st_ino
     save(configure(tmp_path), tmp_path / "run")

@@ -144,7 +144,7 @@ def test_a_model_name_of_the_wrong_type(tmp_path: Path) -> None:
 
 
 def test_a_file_that_cannot_be_read_is_told_before_torch_is_imported() -> None:
-    """Two seconds of import are too long to learn of a slip of the pen."""
+    """A typo in the file name is reported without the two seconds of importing torch."""
     code = """if 1:
         import sys, configs.load
         try: configs.load.load(["nope.toml"])

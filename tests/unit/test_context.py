@@ -1,4 +1,4 @@
-"""Which tokens of a sequence a context-parallel rank holds, and which models can share their sequences."""
+"""The tokens of a sequence that a context-parallel rank holds, and the models that can shard sequences."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_head_and_tail_give_every_rank_the_same_work() -> None:
 
 
 def test_pieces_lie_as_those_of_torchs_ring_attention() -> None:
-    """Whose loop takes their places for granted."""
+    """The pieces have the order of torch's load balancer, which its ring attention assumes."""
     from torch.distributed.tensor.experimental._context_parallel import _HeadTailLoadBalancer
 
     theirs = _HeadTailLoadBalancer(24, 3, "cpu")._generate_indices()

@@ -1,4 +1,4 @@
-"""The cache: what it holds, that it is made once however many start, and that no kill and no change goes unnoticed."""
+"""The cache: its content, one build for any number of concurrent starts, and detection of every kill and change."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def corpus_file(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def no_reading(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A start after this reads no input file, not even for its digest."""
+    """Makes every read of an input file fail, also for its digest."""
 
     def refuse(self: object, file: object) -> None:
         raise AssertionError("an input file was read")
@@ -172,7 +172,7 @@ def test_a_cache_that_cannot_be_written_is_refused_or_the_machines_fault(
 
 @pytest.mark.parametrize(("texts", "most"), [(["word " * 400], 1000), (["a"] * 300, 2000)], ids=["ids", "bounds"])
 def test_a_disk_that_takes_no_more_is_called_so(texts: list[str], most: int, tmp_path: Path) -> None:
-    """A limit on the size of a file, in a process of its own."""
+    """A limit on the size of a file, set in a separate process."""
     corpus = write_jsonl(tmp_path / "corpus.jsonl", texts)
     program = (
         "import resource, sys\n"
@@ -271,7 +271,7 @@ class Idle(ByteTokenizer):
 
 
 def start_child(corpus_file: Path, cache: Path) -> subprocess.Popen[str]:
-    """A process that is in the middle of building."""
+    """Starts a process that is in the middle of a build."""
     command = [sys.executable, "-c", CHILD, str(corpus_file), str(cache)]
     child = subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2]
@@ -320,7 +320,7 @@ def test_without_locks_the_rename_decides(tmp_path: Path, corpus_file: Path, mon
     cache, config = tmp_path / "cache", files_config(corpus_file)
 
     class Overtaken(ByteTokenizer):
-        """While it tokenises, another process, as it were, does all of the same."""
+        """A tokenizer during whose call another process, simulated, completes the same build."""
 
         def encode_documents(self, documents: Sequence[bytes]) -> tuple[np.ndarray, np.ndarray]:
             with monkeypatch.context() as context:

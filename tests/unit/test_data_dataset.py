@@ -1,4 +1,4 @@
-"""The door: what a run says of its data, and what its checkpoint holds it to."""
+"""The entry point: the data of a run as reported, and as its checkpoint requires it."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_a_checkpoint_of_other_text_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_with_other_tokens_held_out_names_the_setting(tmp_path: Path) -> None:
-    """One document is cut where its last tokens are validated on."""
+    """The held-out tokens are the end of a document that is cut there."""
     config = files_config(write_jsonl(tmp_path / "a.jsonl", ["one document"]), dataset_held_out=0.2)
     validated = open_it(config, tmp_path / "cache")
     data = open_data(config, ValidationConfig(), ByteTokenizer(), tmp_path / "cache", log=Lines())

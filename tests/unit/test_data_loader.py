@@ -1,4 +1,4 @@
-"""The loader: all ranks together read exactly the assigned positions, ahead of time; what goes wrong reaches the step."""
+"""The loader: all ranks together read exactly the assigned positions, ahead of time; an error is raised in the step."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SEQ_LEN = 4
 
 
 class Counting:
-    """Sequence p is 10p, 10p + 1, ...; remembers what it was asked, fails at `bad`."""
+    """Returns 10p, 10p + 1, ... as sequence p; records the requested positions, and fails at `bad`."""
 
     def __init__(self, bad: int = -1) -> None:
         self.asked: list[int] = []

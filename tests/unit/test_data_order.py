@@ -22,7 +22,7 @@ HELD_OUT = 0.2
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
-    """Documents in which no id occurs twice, so that a token says where it came from; two files of unlike types."""
+    """A corpus in which no id occurs twice, so that a token identifies its place; two files of different types."""
     folder = tmp_path_factory.mktemp("ids")
     np.save(folder / "a.npy", np.arange(300, 4000, dtype=np.uint16))
     np.save(folder / "b.npy", np.arange(4000, 5000, dtype=np.uint32))
@@ -41,7 +41,7 @@ def ids_of(corpus: Corpus, split: str) -> set[int]:
 
 
 def line_of(order: DocumentOrder, epoch: int) -> list[np.ndarray]:
-    """An epoch's sequences as they lie in its line, not as they have their turn."""
+    """Returns an epoch's sequences in the order of its shuffled documents, before the stride."""
     count = order.sequences_per_epoch
     rows = {turn * stride(count) % count: order.sequence(epoch * count + turn) for turn in range(count)}
     assert sorted(rows) == list(range(count))  # each has its turn, once
@@ -49,7 +49,7 @@ def line_of(order: DocumentOrder, epoch: int) -> list[np.ndarray]:
 
 
 def test_a_batch_is_spread_over_the_epoch() -> None:
-    """Eight neighbours in the line are one document's pieces; eight in turn are at least a fifteenth of the epoch apart."""
+    """Eight adjacent sequences belong to one document; eight consecutive turns are at least a fifteenth of the epoch apart."""
     for count in (1, 2, 3, 10, 97, 43_210, 10**9):
         step = stride(count)
         assert 1 <= step <= max(count, 1) and np.gcd(step, count) == 1
@@ -125,7 +125,7 @@ def test_shuffles_differ_by_epoch_and_by_seed_but_validation_stays(corpus: Corpu
 
 
 def test_the_shuffle_is_this_one_for_ever() -> None:
-    """Runs are resumed by position: another permutation would train on some documents twice and on others never."""
+    """The shuffle never changes: runs resume by position, so another permutation would repeat some documents and omit others."""
     assert shuffled(8, seed=0, epoch=0).tolist() == [0, 2, 1, 5, 4, 3, 6, 7]
     assert shuffled(8, seed=0, epoch=1).tolist() == [5, 3, 7, 2, 4, 1, 0, 6]
     assert shuffled(8, seed=2**63, epoch=5).tolist() == [6, 0, 5, 7, 2, 4, 3, 1]
@@ -190,7 +190,7 @@ class TestTooLittle:
         order_of(corpus, held_out=nearest, seq_len=1)
 
     def test_a_single_document(self, tmp_path: Path) -> None:
-        """Its end is held out, where that is wanted."""
+        """The end of the document is held out, if held-out tokens are requested."""
         (tmp_path / "a.txt").write_text("all there is" * 100)
         corpus = open_small(files_config(tmp_path), tmp_path / "cache")
         with pytest.raises(ValueError, match=r"^training.dataset_held_out = 0.01: no document is held out "):
@@ -204,7 +204,7 @@ class TestTooLittle:
         assert {train.sequence(position)[0] for position in range(1081)} == set(corpus.read(0, 1081).tolist())
 
     def test_few_documents_none_held_out_by_content(self, tmp_path: Path) -> None:
-        """The last share of all is: the end of one document, and those after it."""
+        """The last share of all tokens is held out: the end of one document, and all later ones."""
         texts = ["first " * 9, "second " * 9, "third"]
         corpus = open_small(files_config(write_jsonl(tmp_path / "a.jsonl", texts)), tmp_path / "cache")
         assert needs_token_split(corpus, 0.001) and not needs_token_split(corpus, 0.0)

@@ -1,4 +1,4 @@
-"""Where documents come from: what is found, what is read out of it, and what each bad input says."""
+"""Sources of documents: the files that are found, the documents read from them, and the message of each bad input."""
 
 from __future__ import annotations
 

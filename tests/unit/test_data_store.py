@@ -1,4 +1,4 @@
-"""training/data/store.py and the orders of stores: what is written is read, each sequence once an epoch, each source by its weight."""
+"""training/data/store.py and orders of stores: reads return the written data, each sequence once an epoch, each source by its weight."""
 
 from __future__ import annotations
 

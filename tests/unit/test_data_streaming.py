@@ -1,4 +1,4 @@
-"""Streams: the rows that packing by hand gives, and a place that is taken up again exactly."""
+"""Streams: rows equal those packed by hand, and a saved position is resumed exactly."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ HELD_OUT = 0.3
 
 
 class FakeStream:
-    """Behaves as `datasets.IterableDataset` does: a loaded place counts for every later iterator."""
+    """Behaves as `datasets.IterableDataset`: a loaded state applies to every later iterator."""
 
     def __init__(self, texts: Sequence[str | None], key: str = "text") -> None:
         self._texts, self._key = texts, key
@@ -84,7 +84,7 @@ def test_documents_start_at_bos(tokenizer: ByteTokenizer) -> None:
 
 
 def rows(batches: Iterator[Batch]) -> list[list[int]]:
-    """Each row's inputs and its last target."""
+    """Returns each row's inputs and its last target."""
     return [
         [*inputs, labels[-1]]
         for batch in batches

@@ -1,4 +1,4 @@
-"""What is decided by the kind of device: as functions of its name, since no test here has a GPU."""
+"""Decisions by device type, as functions of its name, since these tests have no GPU."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_streams_are_those_of_the_device() -> None:
 
 
 def test_a_future_may_have_a_value_on_any_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The devices are known once CUDA is used; before that the question must not begin to use it."""
+    """The list has all devices once CUDA is initialized; before, the call must not initialize it."""
     assert future_devices() == []
     set_cuda(monkeypatch, SimpleNamespace(is_initialized=lambda: True, device_count=lambda: 2))
     assert future_devices() == [torch.device("cuda", 0), torch.device("cuda", 1)]
@@ -52,7 +52,7 @@ def test_the_kind_of_device_that_is_found() -> None:
 
 @pytest.mark.parametrize(("capability", "fast"), [((7, 5), False), ((8, 0), True), ((9, 0), True), ((0, 0), True)])
 def test_gpus_that_multiply_bf16(capability: tuple[int, int], *, fast: bool) -> None:
-    """One that is not here, (0, 0), is taken for one that does."""
+    """An absent GPU, (0, 0), counts as one that multiplies bf16 fast."""
     assert Device(torch.device("cuda")).fast_bfloat16(capability) is fast
 
 
@@ -72,7 +72,7 @@ def test_which_attention_takes_the_last_rows(device: str, dtype: torch.dtype, he
 
 
 def test_weights_are_drawn_by_a_generator_of_the_host_wherever_they_lie() -> None:
-    """Which is why every layout and device begins with the same bits."""
+    """Weights are drawn on the CPU for any device, so every layout and device starts with the same bits."""
     here, there = torch.empty(3, 4), torch.empty(3, 4)
     normal_(here, "weight", 7, std=1.0)
     torch.manual_seed(1)
@@ -107,7 +107,7 @@ def test_no_other_line_asks_for_a_kind_of_device() -> None:
 
 
 def _asks(node: ast.AST) -> bool:
-    """Whether it compares with "cuda" or "cpu", has them as keys, or is `.is_cuda`."""
+    """Returns True for a comparison with "cuda" or "cpu", a dict with these keys, or `.is_cuda`."""
     if isinstance(node, ast.Attribute):
         return node.attr == "is_cuda"
     if isinstance(node, ast.Dict):
@@ -162,7 +162,7 @@ class Names(TorchDispatchMode):
 
 @pytest.mark.skipif(torch.__version__ < (2, 13), reason="torch 2.11 and 2.12 fail at this operation on the meta device")
 def test_a_gpu_adds_a_product_to_the_gradient_of_the_weight_in_one_operation() -> None:
-    """Traced without a device; tests/gpu has the values."""
+    """The operation is traced without a device; tests/gpu checks the values."""
     total = torch.empty(64, 16, device="meta")
     a, b = (torch.empty(shape, device="meta", dtype=torch.bfloat16) for shape in ((64, 32), (32, 16)))
     with Names() as one:

@@ -1,4 +1,4 @@
-"""The digest of weights: any bit, any place, any dtype. What groups conclude from several of them: tests/protocol/test_rules.py."""
+"""The digest of weights covers any bit, place and dtype. Decisions of groups on several digests: tests/protocol/test_rules.py."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_where_things_lie_counts():
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.uint8])
 def test_it_is_of_the_values_alone(dtype: torch.dtype):
-    """Not of how they lie in memory: a view of odd size at an odd place, a transposed one, one without elements."""
+    """The memory layout does not change the digest: a view at an odd offset, a transposed tensor, an empty one."""
     base = torch.arange(1, 200).to(dtype)
     odd = base[1:100]
     assert digest([odd]) == digest([odd.clone()])

@@ -1,4 +1,4 @@
-"""What the pages name is there: links, files, settings, figures of the lighthouse, and the words of each alarm."""
+"""Names on the pages exist: links, files, settings, metrics of the lighthouse, and the texts of log messages."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ BLOCK = re.compile(r"^```(.*?)\n(.*?)^```", re.MULTILINE | re.DOTALL)  # languag
 
 @pytest.fixture(scope="module")
 def sources() -> str:
-    """All that is said anywhere: strings that were cut at a line's end are joined, and what is put in is a hole."""
+    """Returns the text of all sources: strings split over lines are joined, placeholders become NUL."""
     packages = ("ft", "training", "scripts", "tools", "contrib", "configs", "parallelisms")
     files = [ROOT / "train.py", *(path for package in packages for path in sorted((ROOT / package).rglob("*.py")))]
     text = "\n".join(path.read_text() for path in files)
@@ -45,7 +45,7 @@ def anchors(page: Path) -> set[str]:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_links_lead_somewhere(page: Path):
-    """Files and headings, also of images; links of the web are not asked."""
+    """Links to files and headings resolve, including images; web links are not checked."""
     text = BLOCK.sub("", page.read_text())
     found = re.findall(r"\]\(([^)\s]+)\)|<img src=\"([^\"]+)\"", text)
     for link in (link or image for link, image in found):
@@ -61,7 +61,7 @@ def test_links_lead_somewhere(page: Path):
 
 @pytest.mark.parametrize("page", [page for page in PAGES if page.name not in GENERATED], ids=lambda page: page.name)
 def test_settings_and_files_that_are_named_exist(page: Path):
-    """In the text, and in blocks without a language, which no test runs."""
+    """Checks the text, and blocks without a language, which no test runs."""
     blocks = "".join(body for language, body in BLOCK.findall(page.read_text()) if not language)
     text = BLOCK.sub("", page.read_text())
     keys = {name for section, kind in SECTIONS.items() for name, _ in walk(kind, section)}
@@ -75,7 +75,7 @@ def test_settings_and_files_that_are_named_exist(page: Path):
 
 
 def test_members_of_classes_that_are_named_exist(sources: str):
-    """`Roster.find_absent`: some class of that name has it."""
+    """Checks names such as `Roster.find_absent`: a class of that name contains the member."""
     for page in PAGES:
         for owner, name in re.findall(r"`([A-Z]\w*[a-z]\w*)\.(\w+)(?:\(\))?`", page.read_text()):
             bodies = re.findall(rf"^class {owner}\b.*?(?=^\S|\Z)", sources, re.MULTILINE | re.DOTALL)
@@ -83,7 +83,7 @@ def test_members_of_classes_that_are_named_exist(sources: str):
 
 
 def defined(body: list[ast.stmt]) -> dict[str, list[ast.stmt]]:
-    """The functions and classes of a module or class, each with its body, and the names that are assigned there."""
+    """Returns the functions and classes of a module or class, each with its body, and the assigned names."""
     named = {
         one.name: one.body for one in body if isinstance(one, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
     }
@@ -93,7 +93,7 @@ def defined(body: list[ast.stmt]) -> dict[str, list[ast.stmt]]:
 
 @pytest.mark.parametrize(("package", "folder"), [(ft, ROOT / "ft"), (training, ROOT)], ids=["ft", "training"])
 def test_the_map_of_a_package_names_what_exists(package: ModuleType, folder: Path):
-    """ "file.py:Class.method", the paths within `folder`; at least two for each of its ten questions."""
+    """Each "file.py:Class.method" exists, with paths relative to `folder`; each of the ten questions has at least two."""
     assert package.__doc__
     places = re.findall(r"([\w/]+\.py)(?::([\w.]+\w))?", package.__doc__.partition("?")[2])
     assert sum(bool(name) for _, name in places) >= 20
@@ -106,7 +106,7 @@ def test_the_map_of_a_package_names_what_exists(package: ModuleType, folder: Pat
 
 
 def test_the_page_about_torchft_has_the_names_of_ft():
-    """Those that stand for torchft's; the seam's are Pharos's own."""
+    """Checks the names of ft that replace torchft's; the seam's are Pharos's own."""
     page = (ROOT / "docs" / "torchft.md").read_text()
     text = page.partition("## ")[0]
     named = {name for code in re.findall(r"`([^`]+)`", text) for name in re.findall(r"\b[A-Z]\w+\b", code)}
@@ -117,7 +117,7 @@ def test_the_page_about_torchft_has_the_names_of_ft():
 
 
 def test_the_metrics_to_watch_are_served():
-    """Prometheus serves a counter with the suffix _total."""
+    """Every metric named on the page is served; Prometheus appends _total to a counter."""
     page = (ROOT / "docs" / "operating.md").read_text()
     named = {name.removesuffix("_total") for name in re.findall(r"`(pharos_\w+)`", page)}
     served = set(re.findall(r'"(pharos_\w+)"', (ROOT / "ft" / "dashboard" / "server.py").read_text()))
@@ -125,7 +125,7 @@ def test_the_metrics_to_watch_are_served():
 
 
 def test_every_alarm_that_is_explained_is_said(sources: str):
-    """Of each line in the table some three words in a row that no figure or name interrupts."""
+    """Each message in the table has three consecutive words, free of figures and names, that occur in the sources."""
     page = (ROOT / "docs" / "operating.md").read_text()
     [table] = re.findall(r"^## Log messages\n(.*?)^## ", page, re.MULTILINE | re.DOTALL)
     cells = re.findall(r"^\| (`.*?`) \|", table, re.MULTILINE)

@@ -1,4 +1,4 @@
-"""How long a fault may hold the others up: each bound is one that a job can miss, and who misses it is told."""
+"""The maximum delay that a fault may cause: each bound can be missed, and the verdict then says so."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ STEADY_S = 0.5
 
 
 def made(gap_s: float, *, others: str = "01", until: int = 60) -> dict[str, EventLog]:
-    """A step each half second; the others make none from 10 for so long. Group 2 is away from 10, and starts again at 50."""
+    """Returns logs with a step each half second, but none of `others` for `gap_s` from 10 s. Group 2 is away from 10 s to 50 s."""
     found = event_logs()
     for name in others:
         steps = [commit(n, at_s=n * STEADY_S + (gap_s if n > 20 else 0.0)) for n in range(1, 2 * until)]
@@ -36,8 +36,8 @@ def test_the_bounds_are_those_of_faults_that_there_are():
 
 @pytest.mark.parametrize(("kind", "kept_s", "missed_s"), [("hang", 14.0, 16.0), ("pair, in a sum", 19.0, 21.0)])
 def test_who_waits_too_long(kind: str, kept_s: float, missed_s: float):
-    """Of three groups the others go on without a hung one after ten seconds and what it takes to come together, of a cut pair after the
-    heartbeat timeout and a rendezvous."""
+    """Checks times within and beyond the bound. With three groups, a hung one delays the others by ten seconds and a rendezvous, a cut pair
+    by the heartbeat timeout and a rendezvous."""
     assert in_time(made(kept_s), [fault(kind)], SETTINGS).holds
     verdict = in_time(made(missed_s), [fault(kind)], SETTINGS)
     assert not verdict.holds and f"NOT {kind}: seconds without a step" in verdict.words

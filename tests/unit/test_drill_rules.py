@@ -1,4 +1,4 @@
-"""The drill's own judgement: what it must call a failure, from event_logs that nobody died for; and what it injects, by the seed alone."""
+"""The drill's checks: failures that they must detect, in made-up event logs; and the injected faults, determined by the seed."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ FAULT = Incident(
 
 
 def commit(step: int, *, digest: str = "", commit_id: str = "", at_s: float = 0.0, pid: int = 1) -> EventLine:
-    """Step n comes at second n."""
+    """A commit of step n at second n."""
     return EventLine(
         "commit", at_s or float(step), pid, step, commit_id or f"c{step}", digest or f"w{step}", contributors=3
     )
@@ -210,7 +210,7 @@ def test_a_brief_drill_has_the_first_fault_of_each_kind():
     ],
 )
 def test_run_and_twin_make_the_same_steps(faults: str, override: tuple[str, ...], slots: str):
-    """A slot for every group that there ever is, unless the command line says that steps shrink with the groups."""
+    """The number of slots is the largest number of groups, unless the command line lets steps shrink with the groups."""
     asked = read_arguments(["x.toml", "--groups=3", f"--faults={faults}", *override])
     for argv in (asked.argv("drill"), asked.argv("twin", training__steps=9)):
         assert [word for word in argv if "slots_per_step" in word] == ([f"--{slots}"] if slots else [])

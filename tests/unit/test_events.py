@@ -1,4 +1,4 @@
-"""What happened to a group: a line for each event, kept over all starts, and the counts of this one."""
+"""The events of a group: a line for each, kept over all starts, and the counts of the current start."""
 
 from __future__ import annotations
 

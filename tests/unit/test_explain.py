@@ -77,7 +77,7 @@ def test_segments_join():
 
 
 def test_messages_are_those_of_the_formula():
-    """Two gathers of every group but the head, which stays gathered until the backward; one sum of gradients in fp32."""
+    """Every group is gathered twice, except the head, which stays gathered until the backward; gradients are reduced once, in fp32."""
     [rank] = ranks(job(4))
     padded = [prod((-(-p.shape[0] // 4) * 4, *p.shape[1:])) for p in job(4).model().parameters()]
     head = padded[-1] + padded[-2]
@@ -104,7 +104,7 @@ def test_later_passes_find_gradients():
 
 
 def test_cuda_keeps_less_of_a_norm():
-    """Its fused kernels under tensor parallelism, where a CPU has torch's unfused norm."""
+    """CUDA has fused norm kernels under tensor parallelism; a CPU uses torch's unfused norm."""
     [on_cpu] = ranks(job(2, device_type="cpu", tensor_parallel_degree=2))
     [on_cuda] = ranks(job(2, device_type="cuda", tensor_parallel_degree=2))
     assert on_cuda.activations < 0.9 * on_cpu.activations
@@ -259,7 +259,7 @@ def test_shipped_configurations(name: str, parameters: int, gpus: int, monkeypat
 
 
 def test_nothing_of_checkpoints_is_loaded():
-    """It costs a second and some megabytes, and --explain reads and writes none."""
+    """`--explain` uses no checkpoint, and importing torch.distributed.checkpoint takes a second and some megabytes."""
     loaded = "import sys, tools.explain.command; print('torch.distributed.checkpoint' in sys.modules)"
     done = subprocess.run(
         [sys.executable, "-c", loaded],
@@ -293,7 +293,7 @@ seq_len = 16
 def test_every_parameter_of_a_mixture_in_a_pipeline_has_a_gradient(
     tmp_path: Path, replicas: int, shards: int, tp: int, ep: int
 ):
-    """Experts that are sharded over tp alone, beside replicas, had none: torch's stage takes the units of `replicate` or of fully_shard."""
+    """A regression test: experts sharded over tp alone, with replicas, had no gradient in torch's pipeline stage."""
     (tmp_path / "run.toml").write_text(MIXTURE)
     degrees = {
         "pipeline_parallel": 2,

@@ -1,4 +1,4 @@
-"""The bit that a fault drill flips: only when it may, only where it was asked for, once."""
+"""The bit flip of a fault drill: only when allowed, only where requested, once."""
 
 from __future__ import annotations
 

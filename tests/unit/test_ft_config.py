@@ -1,4 +1,4 @@
-"""[fault_tolerance] and the environment: what is legal, and what is said where something is not."""
+"""[fault_tolerance] and the environment: legal values, and the message for each illegal one."""
 
 # ruff: noqa: E501 (exact messages stay on one line)
 

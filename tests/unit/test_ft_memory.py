@@ -1,4 +1,4 @@
-"""The memory that fault tolerance takes is the memory that --explain says: measured while gradients are summed, held and kept."""
+"""Memory of fault tolerance equals the prediction of --explain, measured while gradients are reduced, held and kept."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def said(model: nn.Module, *, keep: bool = True, shared: bool = False, slots: in
 
 
 def taken(tracker: MemoryTracker, member: Member) -> int:
-    """Bytes that are there at the end, less the model's own."""
+    """Returns the allocated bytes at the end, without those of the model."""
     [segment] = tracker.segments(gradients=set(), resident=tracker.serials(member.model.parameters()))
     return segment.change[0]
 
@@ -56,7 +56,7 @@ def test_plain_steps_take_no_more():
 
 
 def test_each_step_that_is_held_takes_one_set():
-    """Beside the sums in .grad and those of the step that is tried."""
+    """Held steps need memory besides the sums in .grad and those of the current step."""
     member = Member(0, large)
     with MemoryTracker() as tracker:
         open_all([member])

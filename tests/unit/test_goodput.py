@@ -1,4 +1,4 @@
-"""bench/goodput.py counts each committed step once, and says of its goals no more than was seen."""
+"""bench/goodput.py counts each committed step once, and claims no goal beyond the measurements."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_a_step_counts_once_with_as_many_as_took_part(tmp_path: Path):
 
 
 def test_what_a_restart_took_back_does_not_count(tmp_path: Path):
-    """It had come to step 30 when the clock started, and to 33; it goes on from 20 and comes to 34."""
+    """The run was at step 30 when the clock started and reached 33; it restarts from 20 and reaches 34."""
     before, after = (
         commits(*((step, 3) for step in range(1, 34))),
         commits(*((step, 3) for step in range(21, 35)), at_s=50),

@@ -1,4 +1,4 @@
-"""Gradients over groups that live in this process: what is summed, kept, repeated, and whose memory is whose."""
+"""Gradients over groups in this process: sums, kept values, repeats, and the ownership of memory."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_buckets_go_in_order_during_the_backward_and_the_last_with_the_tail():
 
 
 def test_a_bucket_waits_for_those_before_it():
-    """The last layer has no gradient: nothing overtakes it, and zeros go at launch."""
+    """The last layer has no gradient: no bucket overtakes it, and its zeros are launched with the rest."""
     team = used(members(2, bucket_bytes=1))
     world = open_all(team)
     for member in team:
@@ -75,7 +75,7 @@ def test_groups_that_lack_different_gradients_still_match():
 
 
 def test_a_group_that_gives_zeros_gets_the_sums():
-    """By launch(zeros), after some buckets have gone or before, and by open(contributes=False)."""
+    """A group sends zeros by launch(zeros), after some buckets were launched or before, and by open(contributes=False)."""
     for launches_zeros in (True, False):
         team = used(members(3, bucket_bytes=1))
         world = World(3)
@@ -116,7 +116,7 @@ def test_a_tail_that_is_too_long():
 @pytest.mark.parametrize("last", [0, 2])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_retry_has_the_bits_of_a_first_attempt(dtype: torch.dtype, last: int, shared: bool):
-    """Accumulated gradients, a failure before or within the sums, an old group that goes on writing, a user who zeroes in place."""
+    """Covers accumulated gradients, failures before and within the sums, an old group that still writes, in-place zeroing."""
     quiet = members(3, lambda: linear(dtype), bucket_bytes=70_000)
     stormy = members(3, lambda: linear(dtype), bucket_bytes=70_000, shared=shared)
     for seed in range(3):
@@ -140,7 +140,7 @@ def test_a_retry_has_the_bits_of_a_first_attempt(dtype: torch.dtype, last: int, 
 
 
 def test_a_retry_where_a_gradient_is_missing():
-    """Zeros go again, not what was kept of a step before."""
+    """A retry sends zeros for missing gradients, not the kept values of an earlier step."""
     team = used(members(2))
     world = open_all(team, last=0)
     for member in team:
@@ -157,7 +157,7 @@ def test_a_retry_where_a_gradient_is_missing():
 
 
 def test_the_same_generation_again():
-    """All sums came, and the step does not hold: an attempt later the kept gradients, or zeros, go again."""
+    """All sums arrived, but the step is not committed: the next attempt sends the kept gradients, or zeros, again."""
     team = members(2)
     world = open_all(team)
     for member in team:
@@ -241,14 +241,14 @@ def step(member: Member, seed: int, *, in_place: bool = False, zeroes_first: boo
 @pytest.mark.parametrize("zeroes_first", [False, True])
 @pytest.mark.parametrize("in_place", [False, True])
 def test_two_sets_take_turns(in_place: bool, zeroes_first: bool):
-    """Also where the last sum is zeroed in place, so that the next gradient is computed in it."""
+    """The sets also alternate if the last sum is zeroed in place, so that the next gradient is computed in it."""
     [member] = members(1)
     places = [step(member, seed, in_place=in_place, zeroes_first=zeroes_first) for seed in range(6)]
     assert places[0::2] == [places[0]] * 3 and places[1::2] == [places[1]] * 3 and places[0] != places[1]
 
 
 def test_memory_that_an_old_group_still_writes_to_is_not_used():
-    """A third set is made, and goes when the others are back."""
+    """A third set is allocated, and freed once the other two are returned."""
     [member] = members(1)
     step(member, 0)
     world = open_all([member], last=0)
@@ -337,7 +337,7 @@ def test_a_second_gradient_in_the_last_backward():
 
 
 def test_a_backward_after_the_last_backward():
-    """It would be in what is kept for a retry of the step, and not in the sums."""
+    """Its gradients would be in the values kept for a retry, but not in the sums."""
     [member] = members(1)
     open_all([member])
     member.backward(0)
@@ -381,7 +381,7 @@ def test_frozen_and_tied_parameters_and_several_parts():
 
 
 def test_a_parameter_that_is_trained_later_is_an_error_and_no_drift():
-    """Its gradients are nobody's to sum: each group would step with its own."""
+    """Its gradients would not be all-reduced, so the groups would diverge."""
     team = members(2, nn.Identity)
     frozen = [nn.Parameter(torch.ones(3), requires_grad=False) for _ in team]
     for member, parameter in zip(team, frozen, strict=True):

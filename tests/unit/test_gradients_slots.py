@@ -1,4 +1,4 @@
-"""Slots apart: gradients add up slot by slot, in the order of the slots, whoever computed them."""
+"""Separate slots: gradients are added slot by slot, in the order of the slots, whichever group computed them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.unit.gradient_groups import Member, World, assert_sums, fail, finish,
 
 
 def slot_backward(member: Member, place: int, *, completes: bool = True) -> None:
-    """A slot's data has two batches, and is the same whoever computes it."""
+    """Computes the gradients of one slot: two batches, which depend only on the slot."""
     for last in (False, True):
         torch.manual_seed(2 * place + last)
         with member.gradients.last_backward(place) if last and completes else nullcontext():
@@ -21,7 +21,7 @@ def slot_backward(member: Member, place: int, *, completes: bool = True) -> None
 
 
 def in_order(slots: int) -> list[Tensor]:
-    """The sum that one process makes, slot after slot."""
+    """Returns the sum computed by one process, slot after slot."""
     parts = []
     for place in range(slots):
         [alone] = members(1)
@@ -58,7 +58,7 @@ def test_slots_apart_add_up_in_their_order_whoever_computed_them(
 
 
 def test_one_sum_for_all_slots_of_a_group_has_other_bits():
-    """Else the tests above would say nothing."""
+    """A control: a different order of addition gives different bits, so the tests above are conclusive."""
     team = members(2)
     open_all(team)
     for member in team:
@@ -86,7 +86,7 @@ def test_a_slot_that_is_added_after_a_failure_does_not_change_the_bits():
 
 @pytest.mark.parametrize("hooks", [True, False])  # without them nothing is copied before the launch, as on a GPU
 def test_what_is_added_after_a_failure_is_added_to_what_was_kept(hooks: bool):
-    """Also where nothing was launched before the failure, and the trainer has zeroed its gradients."""
+    """Nothing was launched before the failure, and the trainer has zeroed its gradients."""
     team = members(2)
     local = []
     for member in team:

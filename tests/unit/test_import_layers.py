@@ -1,6 +1,6 @@
-"""Layers of imports: what each package may import, and no cycle of modules. Read from the source, nothing is imported.
+"""Layers of imports: the modules that each package may import, and no cycle. Read from the source, nothing is imported.
 
-A name imported for its type alone, or inside a function, counts too: it is knowledge all the same.
+A name imported only for its type, or inside a function, counts too.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def test_each_package_imports_only_lower_layers():
 
 
 def test_components_are_of_the_top_layer():
-    """They may import all that train.py may, for it alone imports them."""
+    """The components are imported only by train.py, so they may import all that it may."""
     users = {module for _, module, _, name in _imports() if name.startswith("training.components")}
     assert users == {"train"}
 
@@ -86,7 +86,7 @@ def test_the_core_does_without_the_interface_for_torchft():
 
 
 def test_no_cycles():
-    """A package itself is no part of one: its __init__ imports nothing (see below)."""
+    """Packages themselves are in no cycle, as their __init__ imports nothing (see below)."""
     ours = {module for _, module in _files() if not module.startswith("tests.")}
     graph: dict[str, set[str]] = {module: set() for module in ours}
     for path, module in _files():
@@ -102,7 +102,7 @@ def test_no_cycles():
 
 @pytest.mark.parametrize("package", [name for name in PACKAGES if (ROOT / name).is_dir()])
 def test_packages_import_nothing_by_themselves(package: str):
-    """Each has an __init__.py, lest a package of that name in site-packages wins; importing it costs nothing."""
+    """Each has an __init__.py, so that no package in site-packages takes its name; importing it costs nothing."""
     for folder in [ROOT / package, *(path for path in (ROOT / package).rglob("*") if path.is_dir())]:
         if not any(folder.glob("*.py")) or folder == ROOT / "scripts" / "lib":
             continue
@@ -178,7 +178,7 @@ def _imported(tree: ast.AST, module: str, *, head_only: bool) -> Iterator[tuple[
 
 
 def _is_later(node: ast.AST) -> bool:
-    """Whether what is inside is not run when the module is imported."""
+    """Returns True if the node's body is not executed on import."""
     if isinstance(node, ast.If):
         return "TYPE_CHECKING" in ast.unparse(node.test)
     return isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)

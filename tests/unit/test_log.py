@@ -1,4 +1,4 @@
-"""Lines: prefix, who speaks, colour, and readers that go away."""
+"""Log lines: prefix, rank, colour, and readers that disappear."""
 
 import io
 import os
@@ -17,7 +17,7 @@ class Terminal(io.StringIO):
 
 
 def test_prefix_names_the_rank_the_last_step_and_the_group_once_there_are_several() -> None:
-    """A percent sign in a finished text is left alone."""
+    """A percent sign in a message without arguments is unchanged."""
     out = io.StringIO()
     log, grouped = Log(stream=out), Log(global_rank=1, group="b", stream=out)
     log.info("100% of it")

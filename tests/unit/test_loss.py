@@ -39,7 +39,7 @@ def exact(h: Tensor, weight: Tensor, labels: Tensor) -> list[Tensor]:
 
 
 def another_loss(logits: Tensor, labels: Tensor) -> Tensor:
-    """Of the same value, by other means."""
+    """Computes the same loss by a different formula."""
     assert logits.ndim == 3 and labels.shape == logits.shape[:2]
     picked = logits.float().log_softmax(-1).gather(-1, labels.clamp(min=0)[..., None])[..., 0]
     return -picked[labels != IGNORED].sum()
@@ -140,7 +140,7 @@ def test_no_gradient_is_made_that_nobody_wants() -> None:
 
 
 def test_a_backward_in_two_passes() -> None:
-    """As pipelines do it that put off the weights: first the input's gradient, then the weight's, from one graph."""
+    """Some pipeline schedules delay weights: the input's gradient first, then the weight's, from one graph."""
     h, weight, labels = batch()
     expected = torch.autograd.grad(at_head(chunk_tokens=7)(h, weight, labels), (h, weight))
     loss = at_head(chunk_tokens=7)(h, weight, labels)
@@ -150,7 +150,7 @@ def test_a_backward_in_two_passes() -> None:
 
 
 def test_a_prime_number_of_tokens_compiles_the_loss_twice_in_all() -> None:
-    """11 tokens in chunks of 4, 4 and 3; where chunks are equal, once."""
+    """11 tokens in chunks of 4, 4 and 3 need two graphs; equal chunks need one."""
     h, weight, labels = batch()
     for tokens, shapes in ((11, 2), (8, 1)):
         graphs: list[Any] = []
@@ -174,7 +174,7 @@ def test_compiled_chunks_give_the_same() -> None:
 
 
 def by_parts(logits: Tensor, labels: Tensor, cuts: list[int]) -> list[Tensor]:
-    """The loss that each part of the vocabulary sees: what a part shows to the others is collected first, and handed out then."""
+    """Returns the loss of each vocabulary part: a first pass collects the values that parts exchange, a second one delivers them."""
     edges = [0, *cuts, logits.shape[-1]]
     parts = [(logits[..., first:last], first) for first, last in zip(edges, edges[1:], strict=False)]
     shown: list[Tensor] = []

@@ -1,4 +1,4 @@
-"""The degrees of the axes: what fills a number of ranks, where each rank sits, and what is said when they do not fit."""
+"""Degrees of the mesh axes: how they fill the ranks, the coordinate of each rank, and the errors if they do not fit."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ class Recorder:
 
 
 class Sink:
-    """It remembers."""
+    """A sink that records all rows."""
 
     def __init__(self) -> None:
         self.kinds = {kind: Recorder() for kind in ("metrics", "charts", "samples")}
@@ -56,7 +56,7 @@ class FakeDevice:
 
 
 class Run:
-    """A loop of steps that take what the test says."""
+    """A loop of steps with values from the test."""
 
     def __init__(self, *, steps: int = 100, device: Any = None, **options: Any) -> None:
         config = MetricsConfig(**{key: options.pop(key) for key in ("log_freq", "peak_tflops") if key in options})
@@ -279,7 +279,7 @@ def test_validation() -> None:
 
 @pytest.mark.parametrize("other", [66, 300])
 def test_bits_per_byte_are_told_only_if_the_tokenizer_has_all_ids(other: int) -> None:
-    """300 is an id of a token file that another tokenizer made."""
+    """Id 300 is from a token file of a different tokenizer, so bits per byte are not reported."""
     run, fakes = Run(), SimpleNamespace
     labels = torch.tensor([[65, other, IGNORED]])
     batch = Batch(labels, labels, 0, (0,), True)

@@ -1,4 +1,4 @@
-"""NCCL as it is formed here, with torch's part a fake: its environment, the first sum, who never comes."""
+"""Forming NCCL groups, with a fake of torch's part: environment, the first all-reduce, peers that never connect."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ class FakeNccl:
 
 
 class OnHost(TorchFunctionMode):
-    """As torch.cuda.stream: what is made inside, wherever it is to lie, is made in host memory."""
+    """A stand-in for torch.cuda.stream that creates all tensors in host memory, whatever their `device`."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return function(*args, **{name: value for name, value in (kwargs or {}).items() if name != "device"})
@@ -161,7 +161,7 @@ def test_the_names_are_torchs():
 
 
 def test_a_group_stands_when_its_first_sum_has_ended(fake: FakeNccl, store: Callable[[str], str]):
-    """Meanwhile another one can be formed."""
+    """A second group can be formed meanwhile."""
     groups = [fake.group(600.0) for _ in range(2)]
     with ThreadPoolExecutor(2) as threads:
         forming = []

@@ -1,4 +1,4 @@
-"""What is said of a loss or gradient that is not a number."""
+"""Messages about a loss or gradient that is NaN or infinite."""
 
 import math
 from concurrent.futures import ThreadPoolExecutor

@@ -1,4 +1,4 @@
-"""Checkpoints in an object store, without tensors: what exists after each operation, and what the uploader says of a failing store."""
+"""Checkpoints in an object store, without tensors: the objects after each operation, and the uploader's messages if the store fails."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ WAIT_S = 50.0
 
 
 class Killed(BaseException):
-    """The end of a process, which no handler sees."""
+    """The end of a process; no handler for Exception catches it."""
 
 
 class MortalStore(MemoryFileSystem):
@@ -97,7 +97,7 @@ def checkpoint(
 
 
 def newest(store: ObjectStore, folder: Path) -> int:
-    """The newest step of the store, all of whose checkpoints read as they were written."""
+    """Returns the newest step of the store, all of whose checkpoints are complete and verified."""
     return max(files.read_manifest(store.fetch(step, folder)).step for step in store.steps())
 
 
@@ -146,8 +146,7 @@ def test_damage_is_found(store: ObjectStore, tmp_path: Path):
 
 
 def test_an_interrupted_fetch_goes_on(store: ObjectStore, tmp_path: Path):
-    """Segments that are on the disk are not fetched again, here those of the first file; the next launch may be one of another run, with
-    other files."""
+    """Segments on the disk are not fetched again (here those of the first file); files of another run's fetch are removed."""
     manifest, sizes = store.put(checkpoint(tmp_path / "here", 4)), list[int]()
 
     def killed(count: int) -> None:
@@ -170,7 +169,7 @@ def test_an_interrupted_fetch_goes_on(store: ObjectStore, tmp_path: Path):
 
 
 def test_a_fetch_leaves_nothing_of_an_earlier_step_and_replaces_no_equal_one(store: ObjectStore, tmp_path: Path):
-    """Two groups share a folder and fetch at the same time: the copy of the first is read while the second ends."""
+    """Two groups share a folder and fetch at the same time: the first copy is read while the second fetch ends."""
     for step in (4, 6):
         store.put(checkpoint(tmp_path / "here", step))
 
@@ -400,7 +399,7 @@ def test_a_store_that_fails_delays_no_save(
 
 
 def test_a_slow_store_delays_no_save(server: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Saves go on; of those that wait the newest comes next."""
+    """Saves continue; of the waiting ones only the newest is uploaded next."""
     uploads = Uploads(server, tmp_path, monkeypatch)
     uploads.save(2)
     uploads.wait()

@@ -149,7 +149,7 @@ def test_a_compiled_block_attends_with_the_last_tokens_by_a_mask() -> None:
 
 
 def test_a_compiled_block_traces_attention_over_the_last_rows_as_on_cuda() -> None:
-    """With the compiler's own limits and no device: on meta tensors, as one graph. The mark of torch.nn.attention.bias cannot be traced."""
+    """Compiles on meta tensors, as one graph, with the compiler's limits. The mark of torch.nn.attention.bias cannot be traced."""
     q, k, v = (x.to("meta") for x in heads(2, 4, 16, 4, 2, 8, torch.bfloat16))
     graphs: list[Any] = []
 
@@ -201,7 +201,7 @@ def test_attention_of_the_last_tokens_of_documents(t: int, s: int) -> None:
 
 @pytest.mark.parametrize("t, s", [(37, 37), (300, 300), (150, 290), (128, 640)])
 def test_flex_attention_of_documents_gives_the_same(t: int, s: int) -> None:
-    """As it is traced for a GPU, computed on the CPU, where torch has the forward only; the backward: tests/gpu/test_attention.py."""
+    """The GPU trace, run on the CPU, where torch has only the forward; for the backward see tests/gpu/test_attention.py."""
     q, k, v = heads(3, t, s, 4, 2, 16, torch.float32)
     places = documents(3, s, 0.02)[:, -t:], torch.arange(s - t, s), torch.arange(s)
     flex = torch.compile(ops.flex_attention, backend="eager", fullgraph=True)
@@ -231,7 +231,7 @@ def test_attention_to_parts_adds_up_to_the_whole() -> None:
 
 
 def test_documents_take_less_time_to_compute() -> None:
-    """By the scores that are computed, which time follows."""
+    """Time is taken as proportional to the number of computed scores."""
     sizes = dict[bool, int]()
     q, k, v = (x.transpose(1, 2) for x in heads(1, 1024, 1024, 1, 1, 8, torch.float32))
     for starts in (None, documents(2, 1024, 1 / 32)[1:]):

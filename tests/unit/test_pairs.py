@@ -1,5 +1,5 @@
-"""bench/pairs.py: sides take turns, are compared inside a round, and say why they could not; a peer's model in bench/step.py; what
-bench/curve.py needs."""
+"""bench/pairs.py: sides alternate, are compared within a round, and report why they failed; a peer's model in bench/step.py; the
+requirements of bench/curve.py."""
 
 from __future__ import annotations
 

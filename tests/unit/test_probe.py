@@ -1,5 +1,5 @@
-"""Who can be reached, as connection attempts on loopback tell it. A peer that says nothing is a port whose queue is full: Linux drops what
-comes, as a cut link does."""
+"""Reachability by connection attempts on loopback. A silent peer is a port with a full queue: Linux drops packets to it, as a cut link
+does."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def prober(
 
 
 class Silent:
-    """Does not answer until it is told to."""
+    """A port that does not answer until `answer` is called."""
 
     def __init__(self) -> None:
         self._listener = socket.create_server(("127.0.0.1", 0), backlog=0)
@@ -73,7 +73,7 @@ def closed_port() -> str:
 
 
 def test_who_answers_is_reachable_whatever_it_does():
-    """One that serves its port, one that never looks at it, as if it were stopped, and one that is gone."""
+    """Peers that serve their port, that accept nothing (as if stopped), and that have exited are all reachable."""
     stopped = Prober("127.0.0.1", WITHIN_S)
     with prober() as other, prober() as mine:
         mine.watch({"b:1": other.handle, "c:1": stopped.handle, "d:1": closed_port(), "e:1": "", "f:1": "not a place"})
@@ -117,7 +117,7 @@ def test_who_waits_for_a_moment_looks_why(silent: Silent):
 
 
 def test_present_members_are_probed_first_and_former_ones_forgotten(silent: Silent):
-    """Hosts that vanished never answer, and there may be more of them than are probed at once."""
+    """Vanished hosts never answer, and there may be more of them than are probed at once."""
     gone, later, answers = Silent(), threading.Event(), closed_port()
     vanished = {f"gone:{number}": gone.handle for number in range(MOST)}
     with prober(clock=lambda: time.monotonic() + 1e6 * later.is_set()) as mine:
@@ -145,7 +145,7 @@ def test_what_this_process_lacks_is_no_cut_link(silent: Silent):
 
 
 def test_a_pause_of_this_process_is_no_silence_of_the_others(silent: Silent):
-    """It wakes up when all its time is over, and has tried once: it tries as often as ever."""
+    """A process that resumes after its whole timeout, with one attempt made, still makes all TRIES attempts."""
     paused, place = threading.Event(), (silent.handle.partition(":")[0], int(silent.handle.partition(":")[2]))
 
     def clock() -> float:

@@ -1,4 +1,4 @@
-"""The store where members meet: our client against torch's server, and what must not hold it up."""
+"""The rendezvous store: our client against torch's server, and waits that it must be able to interrupt."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_prefixes_keep_apart(server: TCPStore):
 
 
 def test_the_keys_of_past_generations_go():
-    """24 members, 100 generations, each with what its members say and what gloo says; one of them never formed, one member is late."""
+    """24 members, 100 generations, with the keys of members and of gloo; one generation never formed, one member is late."""
     store = serve()
     members = [client(store, "") for _ in range(24)]
     most = 0
@@ -113,7 +113,7 @@ def test_a_key_is_waited_for(server: TCPStore):
 
 
 def woken(store: StoreClient, wait: Callable[[], object], under_way: Callable[[], bool]) -> str:
-    """Hangs up while another thread waits: what that thread is told."""
+    """Hangs up while another thread waits. Returns the message of the error in that thread."""
     told: list[str] = []
 
     def run() -> None:
@@ -133,7 +133,7 @@ def woken(store: StoreClient, wait: Callable[[], object], under_way: Callable[[]
 
 
 class Noted(StoreClient):
-    """Says when it begins to wait."""
+    """A client that records the start of a wait."""
 
     waits = False
 
@@ -157,7 +157,7 @@ def test_who_waits_for_a_key_can_be_called_off(server: TCPStore):
 
 
 def test_who_waits_for_a_silent_server_can_be_called_off():
-    """One that takes connections and says nothing, as the kernel does for a process that is stopped."""
+    """The server accepts connections and never answers, as the kernel does for a stopped process."""
     with socket.create_server(("127.0.0.1", 0)) as silent:
         store, greeted = StoreClient(f"127.0.0.1:{silent.getsockname()[1]}/a", LIMIT_S), []
 
@@ -171,7 +171,7 @@ def test_who_waits_for_a_silent_server_can_be_called_off():
 
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc says that a connection is not made yet")
 def test_who_waits_for_a_connection_can_be_called_off():
-    """Of a server whose queue is full, or of a host that is gone."""
+    """The server's queue is full, as if its host were gone."""
     with socket.create_server(("127.0.0.1", 0), backlog=0) as silent:
         port = silent.getsockname()[1]
         crowd = [socket.socket() for _ in range(4)]
@@ -232,7 +232,7 @@ def test_names_are_off_in_one_thread_and_for_a_while():
 
 
 def resolver_tries(*, fresh: bool = False) -> int:
-    """Of this thread."""
+    """Returns the resolver's number of tries in this thread."""
     libc = ctypes.CDLL(None)
     libc.__res_state.restype = ctypes.POINTER(ctypes.c_int * 2)
     if fresh:

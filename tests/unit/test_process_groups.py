@@ -1,4 +1,4 @@
-"""Process groups, as one process shows them: addresses, sockets, the reaper, formations, shared memory, special kinds."""
+"""Process groups in one process: addresses, sockets, the reaper, forming, shared memory, special kinds."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_only_the_sockets_of_the_group_are_shut():
 
 @contextlib.contextmanager
 def no_descriptors_left() -> Iterator[None]:
-    """For all of this process."""
+    """Lets this process open no further descriptor meanwhile."""
     free = os.dup(0)  # all below are in use
     os.close(free)
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -121,7 +121,7 @@ def test_new_sockets_are_told_by_what_they_are():
 
 @linux
 def test_a_server_of_another_thread_is_never_taken_for_a_part_of_a_group():
-    """Its connections would be shut with the group: a store of the same process that lost its own so stopped all of its threads."""
+    """Otherwise its connections would be shut down with the group, as happened to a store of the same process."""
     others, devices = list[socket.socket](), list[socket.socket]()
 
     def make() -> socket.socket:
@@ -138,7 +138,7 @@ def test_a_server_of_another_thread_is_never_taken_for_a_part_of_a_group():
 
 @linux
 def test_a_process_that_cannot_see_its_sockets_forms_gloo_without_their_addresses(tmp_path: Path):
-    """As a child does without /proc; it is killed, so nobody looks for them."""
+    """A child without /proc cannot list its sockets; it is killed at the end, so they are not needed."""
     store, native = serve(), partial(sockets.listening_ends, descriptors=tmp_path / "none")
     forming = Rendezvous(partial(form_gloo, listening_ends=native), f"127.0.0.1:{store.port}/alone", 0, 1, 120.0)
     forming.start()
@@ -187,7 +187,7 @@ def test_an_end_that_fails_stays_pending_and_frees_nothing(caplog: pytest.LogCap
 
 
 class FakeEngine:
-    """Ends what it is told to, when the test says so."""
+    """An engine whose operations end when the test calls `finish`."""
 
     def __init__(self) -> None:
         self.started: list[tuple[Operation, Ended]] = []
@@ -209,7 +209,7 @@ class FakeEngine:
 
 
 class FakeGroup(ProcessGroup):
-    """Stands at once, on `engine`."""
+    """A group that is formed at once, on `engine`."""
 
     def __init__(self, limit_s: float = 600.0) -> None:
         super().__init__(limit_s)
@@ -262,7 +262,7 @@ def test_what_cannot_be_started_is_a_failed_work():
 
 
 def test_the_limit_wakes_who_waits():
-    """And the engine: a child that is stopped takes no commands, and who gives it one waits, too."""
+    """The engine is interrupted, too: a stopped child reads no commands, which blocks their sender."""
     group = FakeGroup(limit_s=0.05)
     with pytest.raises(ProcessGroupError, match=r"AllReduce did not complete within 0.05 s"):
         group.allreduce([torch.zeros(1)]).wait(timedelta(seconds=20))
@@ -303,7 +303,7 @@ def test_a_formation_that_hangs_is_given_up_from_another_thread():
 
 @pytest.mark.parametrize("told_first", [False, True])
 def test_a_fingerprint_that_differs_is_the_cause_whoever_found_it_out_first(told_first: bool):
-    """Another member that has seen it has the generation abandoned, and that word may reach this one before or after its own."""
+    """Another member that sees the mismatch abandons the generation, and this member may learn of that first."""
     refused = threading.Event()
 
     def build(rendezvous: Rendezvous) -> FakeEngine:
@@ -325,7 +325,7 @@ def test_a_fingerprint_that_differs_is_the_cause_whoever_found_it_out_first(told
 
 
 def test_a_member_of_another_fingerprint_knows_it_before_the_others_fail():
-    """Their failure has the generation given up everywhere, which would end its own comparison."""
+    """Their failure abandons the generation everywhere, which would end this member's comparison."""
     server, groups, fail_or_wait = serve(), list[ProcessGroup](), threading.Event()
 
     class Store(StoreClient):
@@ -444,7 +444,7 @@ def test_lent_tensors_are_the_same_memory():
 
 
 class ChildWithoutProcess:
-    """A child as its engine has it; `theirs`: the end that its process would have."""
+    """A child without a process, for its engine; `theirs`: the end that the process would have."""
 
     pid = 0
 
@@ -462,7 +462,7 @@ class ChildWithoutProcess:
 
 @linux
 def test_a_result_that_cannot_be_written_is_that_operations_failure():
-    """And the thread that receives goes on."""
+    """The receiving thread continues."""
     child, answers = ChildWithoutProcess(), queue.SimpleQueue[Exception | None]()
     engine = ChildEngine(child, None)  # type: ignore[arg-type]
     for number, tensor in enumerate((torch.ones(1).expand(4), torch.ones(4)), 1):
@@ -486,7 +486,7 @@ def test_buffers_of_a_failed_operation_are_not_used_again():
 
 
 class Gpu:
-    """Memory of the host that passes for a GPU's. `_share_cuda_` counts an export, for whoever maps it to give back."""
+    """Host memory that stands in for a GPU's. `_share_cuda_` counts an export, which the receiver releases."""
 
     def __init__(self) -> None:
         self.exports: list[int] = []
@@ -570,7 +570,7 @@ def test_an_expandable_segment_is_not_lent():
     ],
 )
 def test_shared_memory_of_a_gpu_lies_outside_expandable_segments(settings: str, plain: str):
-    """Also when there is no memory for it: the settings are as before."""
+    """The settings are restored, also after an out-of-memory error."""
     before = torch._C._accelerator_getAllocatorSettings()
     torch.cuda.memory._set_allocator_settings(settings)
     try:
@@ -583,7 +583,7 @@ def test_shared_memory_of_a_gpu_lies_outside_expandable_segments(settings: str, 
 
 
 def test_torch_has_what_memory_of_a_gpu_is_shared_by():
-    """Names that are not public: what is called on a GPU alone exists in the torch that is here."""
+    """The private functions of torch that are only called with a GPU exist in this version."""
     for name in ("_share_cuda_", "_new_shared_cuda", "_release_ipc_counter"):
         assert callable(getattr(torch.UntypedStorage, name))
 
@@ -654,7 +654,7 @@ def test_a_generation_that_forms_meanwhile_is_awaited_or_ended():
 @linux
 @pytest.mark.timeout(240)  # without a core in time gloo may leave a thread in each round, which costs GlooEngine.end_s
 def test_no_end_waits_for_the_backstop():
-    """Each generation is given up amid small sums, by one member after the other; gloo forgot to wake someone in one of eight such ends."""
+    """Each generation is abandoned during small all-reduces, by one member after the other; gloo lost a wakeup in one of eight of them."""
     store = serve()
     for number in range(12):
         groups = [ProcessGroupGloo(timeout=600.0, rendezvous_s=60.0) for _ in range(3)]
@@ -685,7 +685,7 @@ def _sum_until_it_ends(group: ProcessGroupGloo, address: str, rank: int, begun: 
 
 @linux
 def test_a_thread_that_gloo_leaves_behind_holds_no_buffer():
-    """Its group is left to the backstop once the thread sleeps; of such groups there may be so many, and then the process must exit."""
+    """The group is left to the backstop once the thread sleeps; the number of such groups is limited, after which the process must exit."""
     forgotten, awake, asleep = threading.Event(), threading.Event(), threading.Event()
 
     def runs() -> None:
@@ -698,7 +698,7 @@ def test_a_thread_that_gloo_leaves_behind_holds_no_buffer():
     thread.start()
 
     class Native:
-        """Of torch's: whoever drops it waits for its thread."""
+        """A stand-in for torch's group, whose destructor joins its thread."""
 
         def size(self) -> int:
             return 0
@@ -785,7 +785,7 @@ def test_nccl_without_a_device_is_told(kind: type[ProcessGroupNCCL] | type[Proce
 
 
 def test_a_group_of_a_gpu_is_of_the_device_of_the_thread_that_made_it(monkeypatch: pytest.MonkeyPatch):
-    """A generation is formed in another thread, and each thread of CUDA begins with device 0."""
+    """A generation is formed in a separate thread, and each thread of CUDA begins with device 0."""
     current, in_force = threading.local(), list[tuple[str, int]]()
     current.device = 3
     cuda = SimpleNamespace(
@@ -806,7 +806,7 @@ def test_a_group_of_a_gpu_is_of_the_device_of_the_thread_that_made_it(monkeypatc
 
 
 class Disturbed(ProcessGroupGloo):
-    """Formed with something else in place of what form_gloo takes of torch and of sockets.py."""
+    """A gloo group formed with replaced parts of torch and of sockets.py."""
 
     def __init__(self, *given: Any, rendezvous_s: float, **parts: Any) -> None:
         super().__init__(*given, rendezvous_s=rendezvous_s)
@@ -818,7 +818,7 @@ class Disturbed(ProcessGroupGloo):
 
 @linux
 def test_a_stray_connection_in_a_members_place_costs_one_forming():
-    """Who sends the next number, 8 bytes, to gloo's port before the member does is taken for that member."""
+    """gloo takes a stray connection that sends the next number (8 bytes) before the member does for that member."""
     strays = list[socket.socket]()
 
     def is_read(stray: socket.socket) -> bool:
@@ -868,8 +868,8 @@ def test_a_stray_connection_in_a_members_place_costs_one_forming():
 
 @linux
 def test_a_peer_that_never_connects_is_waited_for_no_longer_than_forming_may_take():
-    """gloo waits five times its timeout for a peer's first connection, and nobody can wake it. A sum then has all the time left: it is an
-    all-to-all over all connections, in the thread that forms, since another one would prove nothing more."""
+    """gloo waits five times its timeout for a first connection, without a way to interrupt it. An all-reduce may then take the remaining
+    time: it is an all-to-all over all connections, in the forming thread."""
     asked, threads = list[float](), list[str]()
 
     class Asked(dist.ProcessGroupGloo):  # type: ignore[misc]

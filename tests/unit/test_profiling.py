@@ -1,4 +1,4 @@
-"""Traces land where they should and hold the step; garbage is collected when it is its turn."""
+"""Traces are written to the right files and contain the step; garbage is collected at its interval."""
 
 import errno
 import gc
@@ -50,7 +50,7 @@ def test_memory_snapshots_without_cuda_are_refused_in_one_line(tmp_path: Path, o
 
 
 class Allocator:
-    """In place of torch.cuda.memory: a list of what it was asked for."""
+    """A stand-in for torch.cuda.memory that records its calls."""
 
     def __init__(self, fails: bool = False) -> None:
         self.asked, self.fails = list[Any](), fails
@@ -106,7 +106,7 @@ def test_a_period_must_hold_warmup_and_trace() -> None:
 
 
 class Node:
-    """Garbage that only a collection finds."""
+    """Garbage that only a collection frees."""
 
     def __init__(self) -> None:
         self.me = self
@@ -128,7 +128,7 @@ def test_garbage_is_collected_on_its_turn_and_only_then() -> None:
 
 
 def test_its_turn_comes_between_two_calls_that_are_several_steps_apart(tmp_path: Path) -> None:
-    """As in semi-synchronous training, which goes on by rounds."""
+    """Semi-synchronous training calls it once per round of several steps."""
     collection, allocator = GarbageCollection(50), Allocator()
     config = ProfilingConfig(enable_memory_snapshot=True, profile_freq=50)
     profiler = Profiler(config, tmp_path, global_rank=0, log=Log(stream=io.StringIO()), allocator=allocator)

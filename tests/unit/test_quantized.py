@@ -1,4 +1,4 @@
-"""Sums in int8: the format, what rounding leaves out, failures and retries, and who sends what to whom."""
+"""All-reduce in int8: the format, rounding residuals, failures and retries, and the exchanged messages."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ LIMIT_S = 30
 
 
 def there_and_back(values: Tensor) -> tuple[Tensor, Tensor]:
-    """What is read, and what was left out."""
+    """Quantizes and dequantizes. Returns the result and the rounding residual."""
     message = torch.full((message_bytes(len(values)),), 99, dtype=torch.uint8)
     left_out, read = values.clone(), torch.full_like(values, 5.0)
     quantize(left_out, message)
@@ -58,7 +58,7 @@ def test_extreme_values(values: float):
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
 def test_what_is_no_number_is_not_hidden(bad: float):
-    """Nor does it spread to the next block."""
+    """NaN or infinity makes its block not finite, and no other block."""
     values = torch.ones(3, BLOCK)
     values[1, 7] = bad
     read, _ = there_and_back(values)
@@ -119,7 +119,7 @@ def test_a_quarter_of_the_bytes():
 
 
 def test_everything_arrives():
-    """Whoever is there or sends zeros, and whoever owns what: what was delivered and what is still held back is what was given."""
+    """The sum of the results and the residuals equals the inputs, for any members, contributors and owners."""
     torch.manual_seed(4)
     count, feedback = 3000, [ErrorFeedback() for _ in range(4)]
     delivered, given_ = torch.zeros(count, dtype=torch.float64), torch.zeros(count, dtype=torch.float64)
@@ -177,7 +177,7 @@ def test_a_failure_ends_all_that_comes_after_it(last: int):
 
 
 def test_after_it_is_closed_nothing_goes_out():
-    """The group may be another generation by then, with others in it. The first exchange ends after that."""
+    """The first exchange ends after the close; no second one starts, as the group may be in a later generation with other members."""
     world = World(2)
     lane = CollectiveQueue(world.groups[0])  # type: ignore[arg-type]
     work = lane.allreduce_quantized(torch.ones(9), None)
@@ -210,7 +210,7 @@ def test_a_stream_that_cannot_be_made_fails_the_works(monkeypatch: pytest.Monkey
 
 
 def steps(*, dies_at: int | None) -> list[Tensor]:
-    """Three steps of two groups. `dies_at`: in each the first attempt fails with that operation, when all was sent."""
+    """Runs three steps of two groups. `dies_at`: operation with which the first attempt of each fails, after all was launched."""
     team, grads = members(2, linear, quantized=True, bucket_bytes=150_000), []
     for step in range(3):
         worlds = [World(2, dies_at)] if dies_at is not None else []
@@ -234,7 +234,7 @@ def steps(*, dies_at: int | None) -> list[Tensor]:
 
 
 def summed_once(team: list[Member], seed: int) -> None:
-    """One step with the gradients of that seed."""
+    """Runs one step with the gradients of that seed."""
     open_all(team)
     for member in team:
         member.model.zero_grad()
@@ -254,7 +254,7 @@ def lost(team: Sequence[Member], world: World) -> None:
 
 @pytest.mark.parametrize("dies_at", [0, 1, 3, 6])
 def test_a_retry_has_the_bits_of_the_first_attempt(dies_at: int):
-    """And what was held back moves once a step."""
+    """Residuals are updated once per step."""
     assert all(torch.equal(a, b) for a, b in zip(steps(dies_at=None), steps(dies_at=dies_at), strict=True))
 
 
@@ -287,7 +287,7 @@ def test_gradients_that_go_and_a_heal_take_along_what_was_held_back(drop: Callab
 
 
 def test_over_many_steps_the_gradients_arrive():
-    """Ten steps with the same gradients: all of them together are off by about as much as the first one, not ten times that."""
+    """Over ten steps with equal gradients the total error is about that of the first step, not ten times as large."""
     exact, eight = members(2, linear), members(2, linear, quantized=True)
     off: list[list[Tensor]] = []  # by step
     for _ in range(10):
@@ -317,7 +317,7 @@ def test_memory_is_given_back_when_the_lane_has_ended():
 
 
 def test_of_nothing_nothing_is_sent():
-    """A parameter without elements, whose dtype nobody shares, has a bucket of its own."""
+    """A parameter without elements, the only one of its dtype, has its own bucket."""
     tensors = [torch.empty(0, 4) for _ in range(2)]
     world = summed(tensors, [None] * 2)
     assert not any(group.started for group in world.groups)

@@ -1,4 +1,4 @@
-"""models/qwen3.py: what differs from Llama, and weights that are tied. Its logits are compared in tests/scripts/test_hf.py."""
+"""models/qwen3.py: differences from Llama, and tied weights. Its logits are compared in tests/scripts/test_hf.py."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""bench/recovery.py reads its verdicts from logs: each thing that can be wrong is seen."""
+"""bench/recovery.py reads its verdicts from event logs: each kind of error is detected."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ START = line("start", 0.0, 0)
 
 
 def story(tmp_path: Path, first: str, second: str) -> list[str]:
-    """What is wrong with two groups that have these logs; the job began with group 1's weights and ends at step 6."""
+    """Returns the contradictions in two groups' logs; the job begins with group 1's weights and ends at step 6."""
     groups = [group(tmp_path, 0, START + first), group(tmp_path, 1, START + second)]
     return unaccounted(groups, [end(6, 1 - 6 / 1024)] * 2)
 
@@ -48,7 +48,7 @@ def test_all_is_accounted_for(tmp_path: Path):
 
 
 def test_a_life_that_ends_may_take_its_last_step_along(tmp_path: Path):
-    """It died with it, and those who were left did it again, by themselves."""
+    """The step was lost with its group, and the survivors repeated it by themselves."""
     killed = commits(range(1, 4)) + START + commits(range(5, 7))
     others = commits(range(1, 3)) + commits(range(3, 5), participants=1) + commits(range(5, 7))
     assert story(tmp_path, killed, others) == []
@@ -105,7 +105,7 @@ def test_half_a_line_is_read_when_it_is_whole(tmp_path: Path):
 
 
 def test_the_last_with_the_newest_step_is_spared(tmp_path: Path):
-    """Who is one behind may wait for the newest sums, so it counts as having them."""
+    """A group one step behind may still wait for the newest sums, so it counts as having them."""
     groups = [group(tmp_path, number, commits(range(step, step + 1))) for number, step in enumerate((9, 8, 3))]
     assert expendable(groups) == groups
     assert expendable([groups[0], groups[2]]) == [groups[2]]

@@ -1,4 +1,4 @@
-"""Of several groups one writes the figures; when the role moves, no step is missing and none is there twice."""
+"""One of several groups writes the metrics; when the writer changes, each step is still there exactly once."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Group:
 
 
 def two(folder: Path, last: int = 0) -> tuple[Group, Group]:
-    """A group that writes and one that does not, after so many steps."""
+    """Returns a group that writes and one that does not, after `last` steps."""
     a, b = Group(folder, writes=True), Group(folder, writes=False)
     for step in range(1, last + 1):
         a.commits(step)
@@ -102,7 +102,7 @@ def test_what_lies_past_the_first_step_is_of_a_life_that_ended(tmp_path: Path):
 
 
 def test_a_step_that_the_others_did_without_its_writer_is_taken_back(tmp_path: Path):
-    """The one that wrote held all sums of step 4, died, and the others reduced that step again."""
+    """The writer had all sums of step 4 and died; the others repeated that step."""
     a, b = two(tmp_path, 3)
     a.commits(4)
     b.commits(4, of="b")
@@ -112,7 +112,7 @@ def test_a_step_that_the_others_did_without_its_writer_is_taken_back(tmp_path: P
 
 
 def test_one_that_was_stopped_in_a_write_and_wakes_writes_to_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """It has looked whose the files are, and holds them."""
+    """The stopped group had checked that it owns the files, and holds their lock."""
     a, b = two(tmp_path, 2)
     b.writes = True
     assert a.relay.sinks is not None
@@ -125,7 +125,7 @@ def test_one_that_was_stopped_in_a_write_and_wakes_writes_to_nobody(tmp_path: Pa
 
 
 def test_one_that_was_stopped_as_it_took_over_takes_nothing_back(tmp_path: Path):
-    """It has noted that the files are its own, two others write since, and it goes on as the second of them has looked what is missing."""
+    """A group is stopped after it claimed the files; two others write since, and it resumes after the second looked for missing rows."""
     a, b, c = (Group(tmp_path, writes=False) for _ in "abc")
     for step in (1, 2):
         for group in (a, b, c):
@@ -148,7 +148,7 @@ def test_one_that_was_stopped_as_it_took_over_takes_nothing_back(tmp_path: Path)
 
 
 def test_a_write_that_came_in_between_is_taken_back(tmp_path: Path):
-    """Where locks are each machine's own, one that was stopped may write once more."""
+    """A group that was stopped may write once more if locks are local to a machine."""
     a, b = two(tmp_path, 2)
     b.writes, b.quorum = True, ("epoch", 2)
     b.commits(3)
@@ -163,8 +163,7 @@ def test_a_write_that_came_in_between_is_taken_back(tmp_path: Path):
 
 
 def test_one_that_was_stopped_for_long_takes_nothing_back(tmp_path: Path):
-    """It wakes between the step and its figures, a writer by a quorum that is over; the others have gone on for longer than any of them
-    remembers."""
+    """The group resumes between a step and its metrics, as the writer of an old quorum; the others are ahead by more rows than are kept."""
     a, b = two(tmp_path)
     for step in range(1, ROWS_KEPT + 3):
         if step <= 2:
@@ -178,7 +177,7 @@ def test_one_that_was_stopped_for_long_takes_nothing_back(tmp_path: Path):
 
 
 def test_a_new_job_writes_whatever_the_last_one_claimed(tmp_path: Path):
-    """Its lighthouse has begun to count anew."""
+    """The new lighthouse counts quorums from the start."""
     a = Group(tmp_path, writes=True)
     a.quorum = ("epoch", 7)
     a.commits(1)
@@ -190,7 +189,7 @@ def test_a_new_job_writes_whatever_the_last_one_claimed(tmp_path: Path):
 
 
 def test_a_job_that_goes_back_to_a_checkpoint_has_each_step_once(tmp_path: Path):
-    """The groups live on; only what they had is gone."""
+    """The groups live on, and only their state is rewound."""
     a, b = two(tmp_path)
     for first in (1, 4):
         for step in range(first, 8):
@@ -202,7 +201,7 @@ def test_a_job_that_goes_back_to_a_checkpoint_has_each_step_once(tmp_path: Path)
 
 
 def test_a_heal_while_the_files_are_repaired_is_no_failure(tmp_path: Path):
-    """Between two looks of the background writer at the rows, the training thread replaces all of them."""
+    """The training thread replaces all rows between two reads by the background writer."""
     a, b = two(tmp_path, 2)
     b.commits(3)
     sinks = a.relay.sinks
@@ -216,7 +215,7 @@ def test_a_heal_while_the_files_are_repaired_is_no_failure(tmp_path: Path):
 
 
 def test_a_group_that_heals_can_fill_in_what_it_never_saw(tmp_path: Path):
-    """Two die in a row: the writer before a line of steps 2 and 3 was written, then the one that had them."""
+    """Two groups die: the writer before rows of steps 2 and 3 were written, then the group that had them."""
     a, b, healed = (Group(tmp_path, writes=writes) for writes in (True, False, True))
     a.commits(1)
     for step in (1, 2, 3):
@@ -237,13 +236,13 @@ LOOKS = 5
 
 
 class History:
-    """What a job has trained on: its ledger, and a row for each step."""
+    """The training history of a job: its ledger, and a row for each step."""
 
     def __init__(self) -> None:
         self.ledger, self.rows = Ledger(slot_size=2), dict[int, dict[str, Any]]()
 
     def step(self, number: int, *assignment: str, dead: str = "") -> None:
-        """Dealt to these; `dead` gave nothing."""
+        """Commits a step assigned to these groups, without a contribution of `dead`."""
         assigned = self.ledger.assign(assignment)
         self.ledger.commit([float(owner != dead) for owner in assigned.values()])
         slots = {str(slot): owner for slot, owner in assigned.items() if owner != dead}
@@ -258,7 +257,7 @@ class History:
 
 
 def lose(path: Path, lines: int) -> None:
-    """The machine lost power: the last of them are gone, and of one there is a part."""
+    """Simulates a power failure: removes the last lines, and appends an incomplete one."""
     whole = path.read_bytes().splitlines(keepends=True)
     path.write_bytes(b"".join(whole[: len(whole) - lines]) + b'{"step": 9')
 
@@ -267,9 +266,8 @@ def lose(path: Path, lines: int) -> None:
 @pytest.mark.parametrize("further", [-1, 0, 1, 3, 2 * ROWS_KEPT])
 @pytest.mark.parametrize("of", ["one", "others"])
 def test_a_checkpoint_brings_the_rows_of_its_steps(tmp_path: Path, of: str, further: int, lost: tuple[int, int]):
-    """The last step is committed by a alone, which writes, and dies; the others make it anew, and go `further`, or not even that far. Then
-    all die; of the files so many lines are `lost`. The newest checkpoint is of that step, of one or the others; each group has it again,
-    and the role moves with each step."""
+    """Group a alone commits the last step, writes it and dies; the others repeat it and make `further` steps, or do not. Then all die, and
+    the files lose `lost` lines. Each group loads the newest checkpoint, of a or of the others, and the writer changes with each step."""
     a, b = two(tmp_path)
     alone = History()
     for step in range(1, LAST):
@@ -321,7 +319,7 @@ def test_figures_are_on_disk_where_a_checkpoint_is_to_be(tmp_path: Path, monkeyp
 
 
 def charted(folder: Path) -> list[int]:
-    """The steps of all event files, as TensorBoard's own reader finds them."""
+    """Returns the steps of all event files, as TensorBoard's own reader finds them."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator  # type: ignore[import-untyped]
 
     reader = EventAccumulator(str(folder / "tb"))
@@ -332,7 +330,7 @@ def charted(folder: Path) -> list[int]:
 @pytest.mark.parametrize("room", [0, 5, 30, 120, 200, 330], ids=str)
 @pytest.mark.parametrize("failing", ["full", "read_only"])
 def test_storage_that_fails_loses_no_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: str, room: int):
-    """Wherever a write was cut short: what it left of a line or of a record is taken back."""
+    """Wherever a write is cut short, its incomplete line or record is removed."""
     disk = Disk(tmp_path, monkeypatch)
     a = Group(tmp_path, writes=True)
     a.commits(1)
@@ -359,7 +357,7 @@ def test_storage_that_fails_loses_no_row(tmp_path: Path, monkeypatch: pytest.Mon
 def test_a_job_that_goes_back_while_storage_fails_loses_no_row(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shared: bool
 ):
-    """The rows before its checkpoint are still to be written."""
+    """The rows before the loaded checkpoint are still pending."""
     disk = Disk(tmp_path, monkeypatch)
     a = Group(tmp_path, writes=True, shared=shared)
     a.commits(1)
@@ -374,7 +372,7 @@ def test_a_job_that_goes_back_while_storage_fails_loses_no_row(
 
 
 def test_the_role_moves_while_storage_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Who had it takes what it could not write along: the others have it, too, however long it takes."""
+    """The former writer leaves with its pending rows: the other group has them as well, however long the failure lasts."""
     disk = Disk(tmp_path, monkeypatch)
     a, b = two(tmp_path, 2)
     last = 3 * ROWS_KEPT
@@ -390,7 +388,7 @@ def test_the_role_moves_while_storage_fails(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_who_does_not_write_forgets_what_is_written(tmp_path: Path):
-    """Else each of many groups would hold the figures of an hour."""
+    """Otherwise each of many groups would keep the metrics of an hour."""
     a, b = two(tmp_path)
     for step in range(1, 4 * ROWS_KEPT):
         a.commits(step)
@@ -417,7 +415,7 @@ def test_what_there_is_no_room_for_is_counted_and_said(tmp_path: Path, monkeypat
 
 
 def test_a_tmpfs_that_fills_up_and_a_scribe_of_its_own(tmp_path: Path):
-    """As it is in a job: no step waits, none fails, and when there is room again all is there."""
+    """A real full disk and a background thread: no step waits or fails, and all rows are written once there is space."""
     mount = ["mount", "-t", "tmpfs", "-o", "size=64k", "pharos", str(tmp_path)]
     if subprocess.run(mount, capture_output=True, check=False).returncode:
         pytest.skip("needs the right to mount a tmpfs")
@@ -449,7 +447,7 @@ def test_a_tmpfs_that_fills_up_and_a_scribe_of_its_own(tmp_path: Path):
 def test_a_disk_that_is_full_in_the_middle_of_a_step_costs_no_row_of_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """Its first row is written, and is written again with the others of that step when there is room, long after."""
+    """The step's first row is written, and much later rewritten with the step's other rows."""
     disk = Disk(tmp_path, monkeypatch)
     a = Group(tmp_path, writes=True)
     a.commits(1)
@@ -462,7 +460,7 @@ def test_a_disk_that_is_full_in_the_middle_of_a_step_costs_no_row_of_it(
 
 @pytest.mark.parametrize("torn", [False, True])
 def test_the_role_that_comes_after_the_last_row_brings_what_is_not_written(tmp_path: Path, torn: bool):
-    """The one before died in its last save: no row comes any more that would say who writes."""
+    """The former writer died in its last save: no later row names a new writer."""
     _, b = two(tmp_path, 2)
     b.commits(3)
     if torn:
@@ -476,7 +474,7 @@ def test_the_role_that_comes_after_the_last_row_brings_what_is_not_written(tmp_p
 
 
 def test_slow_storage_is_waited_for_once(tmp_path: Path):
-    """All kinds of rows go by one thread, so one wait is for all of them."""
+    """All kinds of rows share one thread, so one wait covers all of them."""
 
     class Noting(AtOnce):
         def flush(self, timeout_s: float) -> bool:

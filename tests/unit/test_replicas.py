@@ -1,4 +1,4 @@
-"""What run_replicas.sh does with a group that dies: again, and not for ever."""
+"""run_replicas.sh restarts a group that dies, but not without limit."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def group(tmp_path: Path, program: str, env: dict[str, str] | None = None) -> Re
 
 
 def ended(one: ReplicaSupervisor, now_s: float) -> str:
-    """What is said of it once its process is gone."""
+    """Waits for the end of the group's process. Returns the message of the next poll."""
     assert one.process is not None
     one.process.wait()
     return one.poll(now_s)
@@ -92,7 +92,7 @@ class Dies(ReplicaSupervisor):
 
 
 def test_a_group_that_is_preempted_once_a_day_stays_for_years(tmp_path: Path):
-    """MAX_RESTARTS is a rate: what happened the day before is forgiven."""
+    """MAX_RESTARTS is a rate: restarts of the day before do not count."""
     one, now_s = Dies("0", [], {}, tmp_path / "0.log", restarts=2), 0.0
     one.start()
     for _ in range(1000):
@@ -108,7 +108,7 @@ def test_a_group_that_is_preempted_once_a_day_stays_for_years(tmp_path: Path):
 
 @pytest.mark.parametrize(("apart_s", "starts"), [(RESTARTS_WITHIN_S, [0, 1, 2, 3]), (RESTARTS_WITHIN_S / 2, [0, 1])])
 def test_ranks_that_die_once_a_day_are_started_again_for_years(tmp_path: Path, apart_s: float, starts: list[int]):
-    """Each start has a number of its own, which torch makes of the limit and what is left of it."""
+    """Each start has a separate count, which torch derives from the limit and the remaining restarts."""
     program = "import os; n = int(os.environ['TORCHELASTIC_RESTART_COUNT']); print(n); raise SystemExit(n < 3)"
     plan, days = LaunchSettings.read({"MAX_RESTARTS": "1"}), itertools.count(0.0, apart_s / 2)  # read at start and end
     command, pauses = [sys.executable, "-c", program], list[float]()
@@ -169,7 +169,7 @@ signal.pause()
 
 
 def test_what_a_group_leaves_behind_is_ended_with_it(tmp_path: Path):
-    """Not when the job ends, by when its number may be that of another process."""
+    """Leftover processes are killed at once: when the job ends, their ids may belong to other processes."""
     one = group(tmp_path, "import subprocess; subprocess.Popen(['sleep', '300'])")
     ended(one, time.monotonic())
     assert one.code == 0 and one.process is None and one.output_thread is not None
@@ -178,7 +178,7 @@ def test_what_a_group_leaves_behind_is_ended_with_it(tmp_path: Path):
 
 
 def test_what_a_rank_leaves_behind_is_ended_before_the_ranks_are_restarted(tmp_path: Path):
-    """Not when the job ends, by when the numbers of its processes may be those of others."""
+    """Leftover processes are killed before the restart: when the job ends, their ids may belong to other processes."""
     program = f"""
 import fcntl, os, signal, subprocess
 first, file = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0", open({str(tmp_path / "lock")!r}, "w")
@@ -203,7 +203,7 @@ def test_output_that_cannot_be_shown_is_in_the_log(tmp_path: Path):
 
 
 class Leaves(Dies):
-    """A group that ends once it is told to, unless it is deaf."""
+    """A group that ends after a signal, unless it is `deaf`."""
 
     told = deaf = False
 
@@ -271,7 +271,7 @@ def test_a_second_signal_to_stop_kills_and_a_repeated_one_does_not(
 def test_bad_input_ends_the_other_groups_only_at_the_first_launch(
     ran_s: float, restarts: int, ends_all: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
-    """A configuration file that was edited meanwhile is that of a restarted group alone."""
+    """A configuration file edited during the run affects only the restarted group."""
 
     class Refused(Leaves):
         def ended(self) -> int | None:
@@ -291,7 +291,7 @@ def test_bad_input_ends_the_other_groups_only_at_the_first_launch(
 
 
 class Config:
-    """As much of one as a lighthouse needs."""
+    """The part of a configuration that a lighthouse needs."""
 
     def __init__(self, folder: Path) -> None:
         (folder / "groups").mkdir(parents=True)
@@ -319,7 +319,7 @@ def listens(port: int) -> bool:
 
 
 def test_a_lighthouse_that_hangs_at_its_restart_stops_no_loop(tmp_path: Path):
-    """Its state file is one that nobody writes."""
+    """Its state file is a FIFO without a writer."""
     config: Any = Config(tmp_path)
     with closing(LighthouseSupervisor(config, environment(tmp_path, 2))) as one:
         one.process.kill()
@@ -331,7 +331,7 @@ def test_a_lighthouse_that_hangs_at_its_restart_stops_no_loop(tmp_path: Path):
 
 
 def test_a_lighthouse_that_does_not_end_is_killed(cleanup: ExitStack, tmp_path: Path):
-    """Such as one that is stopped."""
+    """The lighthouse is stopped (SIGSTOP)."""
     config: Any = Config(tmp_path)
     one = LighthouseSupervisor(config, environment(tmp_path, 2))
     cleanup.callback(one.process.kill)
@@ -408,7 +408,7 @@ def test_the_number_of_groups_may_stand_anywhere():
 def test_a_second_start_of_a_job_that_goes_on_takes_nothing_from_it(
     running: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
-    """Its groups read the token whenever they start again."""
+    """The running job's groups read the token at each restart."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a.toml").write_text("[model]\ndim = 32\nn_heads = 2\nn_kv_heads = 2\n")
     groups = tmp_path / "outputs" / "a" / "groups"
@@ -472,7 +472,7 @@ def test_ranks_whose_log_cannot_be_written_are_one_line(tmp_path: Path, capsys: 
 
 
 class Late:
-    """The rendezvous of a node that comes after NNODES others, once these have ended."""
+    """The rendezvous of a node that arrives after NNODES others, once these have ended."""
 
     use_agent_store = False
 
@@ -523,7 +523,7 @@ def test_a_stop_while_no_rank_runs_says_whether_there_were_any(capsys: pytest.Ca
 
 @pytest.mark.parametrize("code", [0, 1])
 def test_the_rendezvous_is_closed_only_after_a_failure(tmp_path: Path, caplog: pytest.LogCaptureFixture, code: int):
-    """After a good end the node with its store may be gone, and torch would print a stack."""
+    """The node with the store may be gone after a success, and torch would print a stack trace."""
     program, settings = f"raise SystemExit({code})", LaunchSettings.read({})
     log = logging.getLogger("torch.distributed.elastic.rendezvous.dynamic_rendezvous")  # it does not reach the root
     log.addHandler(caplog.handler)
@@ -541,7 +541,7 @@ def test_ranks_that_are_stopped_before_they_can_save_are_no_failure(tmp_path: Pa
 
 
 def test_deaf_ranks_are_killed_though_nobody_reads_why(tmp_path: Path):
-    """As in `run_train.sh ... 2>&1 | head`: standard error is a pipe without a reader."""
+    """Standard error is a pipe without a reader, as in `run_train.sh ... 2>&1 | head`."""
     reader, writer = os.pipe()
     os.close(reader)
     program = (
@@ -603,7 +603,7 @@ def test_devices_are_shared_where_the_user_says_so(tmp_path: Path, monkeypatch: 
 
 
 def test_a_drills_groups_have_devices_of_their_own():
-    """One that comes later takes those of one that has left."""
+    """A later group gets the devices of one that has left."""
     pool = DevicePool(assign_devices(list("0123"), 2, None, False))
     assert [pool.of("0"), pool.of("1"), pool.of("2", gone={"1"})] == [["0", "1"], ["2", "3"], ["2", "3"]]
     assert pool.of("2") == ["2", "3"], "its next life"

@@ -1,4 +1,4 @@
-"""The sampler of torchft's face: who draws what, under both sets of names."""
+"""The sampler of torchft's interface: the samples of each rank, under both sets of names."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ GROUPS, RANKS = 3, 2
 
 
 def draws(length: int, *, epoch: int = 0, **arguments: object) -> list[list[int]]:
-    """Of every rank of every group, in order."""
+    """Returns the samples of every rank of every group, in order."""
     drawn = []
     for group in range(GROUPS):
         for rank in range(RANKS):

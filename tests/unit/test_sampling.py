@@ -20,7 +20,7 @@ def small_model(vocab_size: int = 11) -> llama.Llama:
 
 
 def test_a_cache_is_optional():
-    """The contract's own new_cache means that there is none."""
+    """The default new_cache of the contract means that a model has no cache."""
     assert why_no_text(small_model()) == ""
     assert why_no_text(Model()).startswith("the model has no new_cache")
 

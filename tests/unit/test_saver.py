@@ -1,4 +1,4 @@
-"""The end of a run: nobody says that it is finished before the last step is saved, and somebody saves it."""
+"""The end of a run: no group reports it as finished before the last step is saved, and some group saves it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LAST = 4
 
 
 class Manager:
-    """What a Saver asks of one. `group` writes where its quorum is a number."""
+    """The part of a manager that a Saver uses. `group` is the writer if its quorum is a number."""
 
     step, may_exit, rewinds = LAST, True, ()
 
@@ -45,7 +45,7 @@ class Manager:
 
 
 class End:
-    """One group's. `happens`: by seconds of its clock, which goes on where it waits."""
+    """The end of a run in one group. `happens`: functions by time in seconds on its clock, which advances while it waits."""
 
     def __init__(self, folder: Path, quorum: int | None, **settings: Any) -> None:
         self.group = Group(folder, quorum, **settings)
@@ -139,7 +139,7 @@ def test_who_was_asked_to_leave_with_the_last_step_saves_it(tmp_path: Path):
 
 @pytest.mark.parametrize("stands", [True, False])
 def test_who_waits_and_is_asked_to_leave_waits_a_little(tmp_path: Path, stands: bool):
-    """All were asked: the one that saves needs some seconds more."""
+    """All groups got SIGTERM: the writer needs a few more seconds."""
     writer, other = End(tmp_path, 1), End(tmp_path, None)
     other.asked = True
     if stands:

@@ -1,4 +1,4 @@
-"""What every manager promises the training loop. Each kind of manager is one more entry of MANAGERS."""
+"""The contract between every manager and the training loop. Each kind of manager is an entry of MANAGERS."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_a_step_without_a_target_is_no_step(manager: Seam):
 
 @pytest.mark.parametrize("slot_size", [8, 4])
 def test_the_ledger_survives_a_restart(manager: Seam, make: Make, slot_size: int):
-    """Also with another batch size: it goes on at the same sequence."""
+    """A resumed job continues at the same sequence, also with a different batch size."""
     for _ in range(3):
         committed(manager)
     state = manager.state_dict()
@@ -129,7 +129,7 @@ def test_a_step_that_is_not_applied_is_skipped_in_the_ledger(manager: Seam, make
 
 
 def test_a_run_goes_on_under_another_manager(make: Make):
-    """A checkpoint made with fault tolerance resumes without it, and the other way round."""
+    """A checkpoint made with fault tolerance resumes without it, and vice versa."""
     alone = SoloManager(8)
     first = make(8)
     for one, other in ((alone, first), (first, SoloManager(8))):
@@ -218,7 +218,7 @@ def test_a_rewind_does_not_revoke_a_leave(manager: Seam):
 
 @pytest.mark.parametrize("group_rank", [0, 1])
 def test_several_ranks_without_a_store_are_refused(group_rank: int):
-    """Rank 0 is refused, too: the others would wait for an address that it cannot tell them."""
+    """Rank 0 is refused, too: the others would wait for its address, which it cannot publish."""
     config = ReplicaGroupConfig(
         "a", group_rank, 2, "http://127.0.0.1:1", "127.0.0.1", Access(), Timeouts(), contact_s=0
     )
@@ -227,7 +227,7 @@ def test_several_ranks_without_a_store_are_refused(group_rank: int):
 
 
 def test_a_manager_that_cannot_be_made_leaves_no_server_behind():
-    """The server's heartbeats would go on, and the next Manager of that name would be refused."""
+    """The server's heartbeats would continue, and the next Manager of that name would be refused."""
     addresses = []
 
     def refuse(address: str, group_rank: int, access: Access) -> GroupClient:

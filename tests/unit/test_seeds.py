@@ -39,7 +39,7 @@ class Drawing(train.Run):
 
 
 def drawn(seed: int, step: int, slot: int, coordinate: MeshCoordinate) -> list[float]:
-    """By the two batches of the slot."""
+    """Returns the numbers drawn by the two batches of the slot."""
     run = Drawing(seed, coordinate)
     run.compute_step(DataAssignment(step, (slot,)))
     return run.drawn

@@ -1,4 +1,4 @@
-"""Signals as wishes; real signals to this very process where they matter."""
+"""Signals as requests; real signals to this process where they matter."""
 
 import contextlib
 import io
@@ -112,7 +112,7 @@ def test_saving_may_be_asked_for_again_and_again(watched: Watched) -> None:
 
 
 def test_close_gives_the_signals_back() -> None:
-    """As they were: who is started in the background by a shell is born with SIGINT ignored."""
+    """Handlers are restored: a background process of a shell starts with SIGINT ignored."""
     kinds = (signal.SIGINT, signal.SIGTERM)
     before = [signal.getsignal(kind) for kind in kinds]
     watched = Watched()
@@ -194,7 +194,7 @@ def test_whoever_waits_for_others_hears_of_a_stop_at_once(watched: Watched) -> N
 
 
 class Stuck(io.StringIO):
-    """Output that nobody reads any more."""
+    """An output stream whose reader has stopped reading."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -206,7 +206,7 @@ class Stuck(io.StringIO):
 
 
 def test_output_that_nobody_reads_does_not_keep_the_second_signal_waiting() -> None:
-    """Neither its log, nor its standard error, both full pipes."""
+    """The log blocks, and standard error is a full pipe."""
     stuck, clock, exits = Stuck(), Clock(), list[int]()
     signals = Signals(log=Log(stream=stuck).info, clock=clock, exit_now=exits.append)
     reader, writer = os.pipe()

@@ -1,4 +1,4 @@
-"""What groups of a Slurm job do that a real Slurm would need many nodes for: who gets which node, and when a job comes again."""
+"""Behaviour of groups in a Slurm job that would need many real nodes: the assignment of nodes, and requeued jobs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from training.durable_files import RunLock
 
 
 class Slurm:
-    """Answers as its programs do."""
+    """Answers as Slurm's programs do."""
 
     def __init__(self, names: str) -> None:
         self.of_the_job, self.silent, self.away = names.split(), set[str](), False
@@ -127,7 +127,7 @@ def test_a_run_is_finished_when_its_last_step_is_written(tmp_path: Path, rows: s
 
 
 def test_a_run_without_groups_is_not_joined(tmp_path: Path):
-    """The programs of Slurm say what a job on one node has."""
+    """Stubs of Slurm's programs describe a job on one node."""
     program(
         tmp_path / "scontrol", 'case $* in *hostnames*) echo n1 ;; *) echo "NodeName=n1 NodeAddr=127.0.0.1" ;; esac'
     )

@@ -1,4 +1,4 @@
-"""The soak's verdict on what it has counted. The soak itself: tests/ft/test_soak.py, in short, and `make soak`."""
+"""The verdict of the soak on its counts. The soak itself: tests/ft/test_soak.py (a short one), and `make soak`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from bench.soak import SAMPLE, GrowthLine, judge, judge_logs, verdict
 
 
 def looks(**what: Any) -> list[dict[str, Any]]:
-    """A hundred of one life: for each resource, its count after so many changes."""
+    """Returns a hundred counts of one life. `what`: for each resource, its count as a function of the number of changes."""
     numbers = [SAMPLE * number for number in range(100)]
     return [
         {"life": 1, "changes": here, "here": here, "steps": 9 * here, **{name: f(here) for name, f in what.items()}}

@@ -1,4 +1,4 @@
-"""The rule by which a step is a spike."""
+"""The rule that decides if a step is a spike."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a plan of tensor parallelism may say of a model, told before a start."""
+"""Valid plans of tensor parallelism, and errors in them that are reported before a start."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from parallelisms.tensor import check_plan
 
 
 def meta(vocab: int = 61, changes: dict[str, str | None] | None = None) -> llama.Llama:
-    """A small model whose plan has these entries too; None: not even the one it has."""
+    """Returns a small model on the meta device, with `changes` to its plan; None removes an entry."""
     with torch.device("meta"):
         config = llama.Config(dim=24, n_layers=2, n_heads=4, n_kv_heads=2, hidden_dim=40)
         model = llama.build(config, vocab_size=vocab, max_seq_len=8)
@@ -64,7 +64,7 @@ def test_a_module_that_a_fork_adds_is_refused_by_name() -> None:
 
 
 def test_rows_that_torch_would_mistake_are_not_cut_twice() -> None:
-    """Where shard_dim says rows, torch's layout names those that a rank has; without its rule it would not."""
+    """Shapes for which shard_dim returns 0 have the rows of torch's layout on each rank; some others do not."""
     right, wrong = 0, 0
     for rows, shards, tp in product((*range(8, 40), 61, 259), (1, 2, 3, 4), (2, 3, 4)):
         same = all(
@@ -79,7 +79,7 @@ def test_rows_that_torch_would_mistake_are_not_cut_twice() -> None:
 
 
 def held_rows(rows: int, tp: int, shards: int, tp_rank: int, shard: int) -> list[int]:
-    """Cut for tensor parallelism first, then for FSDP, each time as torch.chunk does."""
+    """Returns the rows that a rank holds: split for tensor parallelism first, then for FSDP, each time as by torch.chunk."""
     piece = torch.arange(rows).split(-(-rows // tp))[tp_rank:][:1]
     return [x for part in piece for pieces in part.chunk(shards)[shard : shard + 1] for x in pieces.tolist()]
 

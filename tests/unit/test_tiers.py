@@ -1,4 +1,4 @@
-"""tests/conftest.py: the first tier is the bare command's, and leaves out what it says."""
+"""tests/conftest.py: pytest without options selects the first tier, which omits the tests listed there."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_the_first_tier_has_most_of_each_suite():
 
 @pytest.mark.timeout(240)  # starts pytest four times
 def test_the_bare_command_selects_the_first_tier_all_both_and_long_the_rest():
-    """Of a suite that has both, without importing torch for the others."""
+    """Collects a few files of both kinds, as collecting all of them imports torch."""
     plain = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
     command = [
         *plain,

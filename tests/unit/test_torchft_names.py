@@ -1,4 +1,4 @@
-"""torchft's modules and names, under `ft`; those that are absent say what to use instead."""
+"""torchft's modules and names, under `ft`; errors for absent ones name a replacement."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ class FakeFuture:
 
 
 def test_a_wait_for_a_result_and_a_retry_wait_for_what_is_queued(monkeypatch: pytest.MonkeyPatch):
-    """The work ends when its result is queued on the stream of its call; others may read the tensor, and a retry its first values."""
+    """The work ends once its result is queued on a stream; readers of the tensor, and a retry that restores its values, wait for that."""
     monkeypatch.setattr("ft.process_groups.base.Future", FakeFuture)
     value = torch.ones(2)
     one = UserAllreduce(value, BufferPool(shared=False), mean=True, keep=True, after_buckets=False)
@@ -81,7 +81,7 @@ def test_who_does_not_take_part_gives_zeros_and_gets_the_mean():
 
 @pytest.mark.parametrize("last", [0, 1, 2])
 def test_a_retry_sums_the_values_that_were_handed_over(last: int):
-    """The first of two tensors, or both, or none, had their results when the attempt failed."""
+    """The first of two tensors, or both, or none, have their results when the attempt fails."""
     team, world = members(2, nn.Identity), World(2, last)
     for member, group in zip(team, world.groups, strict=True):
         member.gradients.begin_attempt(group, 1)  # type: ignore[arg-type]
@@ -108,7 +108,7 @@ def test_a_retry_sums_the_values_that_were_handed_over(last: int):
 
 
 def test_a_sum_of_an_old_attempt_that_comes_late_is_nobodys():
-    """The retry's own sum is not there: whatever lies in its buffer is no result."""
+    """The retry's own sum has not arrived, so the content of its buffer is no result."""
     [member] = members(1, nn.Identity)
     old, new = World(2), World(2)
     member.gradients.begin_attempt(old.groups[0], 1)  # type: ignore[arg-type]
@@ -128,7 +128,7 @@ def test_a_sum_of_an_old_attempt_that_comes_late_is_nobodys():
 
 @pytest.mark.parametrize("changes", [False, True])
 def test_the_mean_is_that_of_the_groups_that_gave(changes: bool):
-    """Also where the result was there before it was known that a group gives nothing; but what the user has made of it stays."""
+    """A result that was divided before a group turned out to give nothing is corrected, unless the user has changed it."""
     [member] = members(1, nn.Identity)
     world = World(2)
     member.gradients.begin_attempt(world.groups[0], 2)  # type: ignore[arg-type]
@@ -146,7 +146,7 @@ def test_the_mean_is_that_of_the_groups_that_gave(changes: bool):
 
 @pytest.mark.parametrize("last", [0, 2])
 def test_what_a_user_made_of_a_result_is_not_repeated(last: int):
-    """Neither what it made of its own value, where the result did not come."""
+    """A retry is impossible, too, if the user changed its own value before a result arrived."""
     team = members(2, nn.Identity)
     open_all(team, last)
     tensors = [torch.ones(2, requires_grad=member.number == 1) for member in team]
@@ -161,7 +161,7 @@ def test_what_a_user_made_of_a_result_is_not_repeated(last: int):
 
 
 def test_tensors_and_buckets_go_in_one_order():
-    """Before the backward, buckets, after it, the tail: also where a gradient is missing, and in a retry."""
+    """Tensors before the backward, buckets, tensors after it, the tail: also with a missing gradient, and in a retry."""
     team = members(2, lambda: nn.Linear(256, 256), bucket_bytes=1)
     sizes = []
     world = open_all(team, last=0)
@@ -194,7 +194,7 @@ def test_held_results_are_written_when_they_are_delivered():
 
 
 def test_a_tensor_that_overlaps_itself_is_refused_before_anything_is_sent():
-    """Nobody could write its result, and who waits for it would wait for ever."""
+    """Its result could not be written, and a wait for it would never end."""
     team = members(2, nn.Identity)
     open_all(team)
     for member in team:

@@ -1,4 +1,4 @@
-"""A hang is told once, by one rank, before it is ended; on a clock that the test moves and a store in memory."""
+"""A hang is reported once, by one rank, before it is ended; on a clock that the test moves and a store in memory."""
 
 import errno
 import io
@@ -75,7 +75,7 @@ class Cluster:
         self.ranks = [Rank(self, rank) for rank in range(world_size)]
 
     def wait(self, seconds: int, *, frozen: Collection[int] = (), step: bool = False) -> None:
-        """Second by second; `frozen` ranks do not run at all, the others finish steps only when told to."""
+        """Advances second by second; `frozen` ranks do not run at all, the others finish steps only on request."""
         for _ in range(seconds):
             self.clock.now += 1
             for number, rank in enumerate(self.ranks):
@@ -85,7 +85,7 @@ class Cluster:
                     rank.watchdog.poll()
 
     def wait_for_others(self, seconds: int) -> None:
-        """The group's server says so to all ranks, once a second."""
+        """Waits while the group's server confirms to all ranks once a second that the group waits for others."""
         for _ in range(seconds):
             for rank in self.ranks:
                 rank.confirmed_s = self.clock.now
@@ -279,7 +279,7 @@ print(dump_flight_recorder(Path(sys.argv[1]), 3))
 
 
 def test_the_flight_recorder_is_saved_with_the_collectives_so_far(tmp_path: Path) -> None:
-    """In a process of its own: a recorder is set up once, by the first group of a process."""
+    """Runs in a separate process, as the first process group of a process sets up its recorder."""
     folder = tmp_path / "comm_traces"
     environment = {**os.environ, **flight_recorder_env(trace_buf_size=100, folder=folder)}
     root = Path(__file__).resolve().parents[2]
