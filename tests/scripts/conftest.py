@@ -31,7 +31,7 @@ def transformers() -> Any:
 
 @pytest.fixture(scope="session")
 def published(transformers: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of each kind, with weights large enough that a wrong row changes the logits."""
+    """Returns a folder of each kind of model, with weights large enough that a wrong row changes the logits."""
     import torch  # not above: every test of this folder would wait for it
 
     from tests.scripts.hf_world import KINDS, V

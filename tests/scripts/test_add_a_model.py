@@ -1,4 +1,4 @@
-"""docs/add_a_model.md, followed step by step in a copy of the repository without Qwen3: the files are taken from the page as they stand."""
+"""docs/add_a_model.md, followed step by step in a copy of the repository without Qwen3: the files are taken unchanged from the page."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""bench/bits.py, the quick one: one kill does not reach the weights, and the proof can tell when it does."""
+"""bench/bits.py, the quick one: a kill does not change the weights, and the check detects when one does."""
 
 from __future__ import annotations
 

@@ -73,7 +73,7 @@ def test_a_rank_that_fails_fails_the_program(part: str, cause: str):
 
 
 def test_parts_of_the_data():
-    """All as long, none twice, at most size - 1 samples left out; the seed alone decides the order."""
+    """Parts have equal length, without repetition, at most size - 1 samples are left out; the order depends only on the seed."""
     for samples, size in ((12, 3), (13, 3), (14, 3), (2, 3)):
         parts = [partition(samples, rank, size, seed=1) for rank in range(size)]
         assert {len(part) for part in parts} == {samples // size}

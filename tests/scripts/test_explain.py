@@ -40,7 +40,7 @@ def test_512_ranks_are_explained_here(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_the_page_of_the_first_run_shows_what_is_printed(tmp_path: Path):
-    """Word for word; of the figures the peaks may differ a little between releases of torch."""
+    """The output matches word for word; memory peaks may differ a little between releases of torch."""
     page = (ROOT / "docs" / "gpu_first_run.md").read_text()
     command, shown, *_ = (body for _, body in BLOCK.findall(page))
     _, config, *options = shlex.split(command)

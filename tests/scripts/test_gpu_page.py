@@ -51,12 +51,12 @@ def row(key: str, **figures: Any) -> dict[str, Any]:
 
 
 def lines(text: str, section: str) -> list[str]:
-    """Lines of the section's table."""
+    """Returns the lines of the section's table."""
     return text.partition(f"\n## {section}\n")[2].partition("```\n")[2].partition("\n```")[0].splitlines()[1:]
 
 
 def rows(text: str, section: str) -> set[str]:
-    """First cells of the section's table."""
+    """Returns the first cells of the section's table."""
     return {line.partition("  ")[0] for line in lines(text, section)}
 
 
@@ -106,7 +106,7 @@ def test_each_bound_has_a_verdict() -> None:
 @pytest.mark.parametrize("device", ["cuda", "cpu"])
 @pytest.mark.parametrize("fails", [False, True])
 def test_the_parts_list_their_turns_and_the_page_has_every_row(device: str, fails: bool, tmp_path: Path) -> None:
-    """1B comes before 8B. A turn that fails, such as that of a side which a machine lacks, has its row at the end."""
+    """The order is 1B, then 8B. A turn that fails, such as that of a framework which is not installed, has its row at the end."""
     options = settings(tmp_path, device)
     turns = [turn for part in (part_1, part_2, part_3) for turn in part(options)]
     keys, sizes = [turn.key for turn in turns], options.sizes

@@ -1,4 +1,4 @@
-"""scripts/hf.py takes the memory of a tensor, whatever the model takes: at most that of the largest file and 300 MB."""
+"""scripts/hf.py needs memory for a tensor, not for the model: at most the size of the largest file and 300 MB."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def publish(folder: Path, config: llama.Config, *, vocab_size: int, file_bytes: 
 
 
 def both_ways(folder: Path, config: llama.Config, *, vocab_size: int, file_bytes: int) -> tuple[int, list[int]]:
-    """(bytes of the largest file, the peaks of import and export). The weights that come back are those that went in."""
+    """Returns the bytes of the largest file and the peaks of import and export. The exported weights equal the imported ones."""
     largest = publish(folder / "source", config, vocab_size=vocab_size, file_bytes=file_bytes)
     peaks = [
         peak_bytes("scripts.hf", "import", folder / "source", folder / "ours", "--tokenizer", ""),

@@ -64,13 +64,13 @@ class Machine:
         return self.repository / ".venv"
 
     def has(self, name: str, text: str = PYTHON, minor: int = 12) -> None:
-        """Puts a program into the PATH."""
+        """Adds a program to the PATH."""
         path = self.folder / "bin" / name
         path.write_text(text.replace("MINOR", str(minor)))
         path.chmod(0o755)
 
     def tell(self, name: str, text: str = "") -> None:
-        """Tells the stub Python how to behave."""
+        """Sets how the stub Python behaves."""
         (self.folder / name).write_text(text)
 
     def calls(self) -> list[str]:
@@ -95,7 +95,7 @@ class Machine:
         return process
 
     def run(self, *arguments: str, script: str = "run_train.sh", **env: str) -> tuple[int, str, str]:
-        """(exit code, standard output, standard error)"""
+        """Returns exit code, standard output, standard error."""
         process = self.start(*arguments, script=script, **env)
         out, err = process.communicate(timeout=30)
         return process.returncode, out, err

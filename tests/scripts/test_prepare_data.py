@@ -64,7 +64,7 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
 
 
 def documents(folder: str) -> list[str]:
-    """Returns the texts of a store of bytes, those that are held out last in each shard."""
+    """Returns the texts of a store of bytes, held-out ones last in each shard."""
     store, found = Store(Path(folder), ""), []
     for index, ids in enumerate(store.shards):
         bounds = store.bounds(index)

@@ -147,7 +147,7 @@ def test_the_help_of_the_script_is_that_of_the_program():
 
 
 def test_the_page_about_the_lighthouse_has_its_flags():
-    """Its table is the text of --help, row by row; test_lighthouse_main holds that text to the parser's flags."""
+    """The table on the page is the text of --help, row by row; test_lighthouse_main compares that text with the parser's flags."""
     usage = re.findall(r"^  (--.*?)  +(.+)$", lighthouse_flags.USAGE, re.MULTILINE)
     rows = [f"| `{flag.replace('|', BAR)}` | {text} |" for flag, text in usage]
     page = (ROOT / "docs" / "lighthouse.md").read_text()

@@ -1,4 +1,4 @@
-"""contrib/torchx_component.py, started by TorchX itself, by its scheduler of local processes: no other of its schedulers is tried here."""
+"""contrib/torchx_component.py, started by TorchX's scheduler of local processes; its other schedulers are not covered."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Training through ./scripts/run_train.sh as a user does it: a run from start to end and on, signals, a loss that is not a number."""
+"""Training through ./scripts/run_train.sh as a user does it: a complete run and its continuation, signals, a loss that is NaN."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ prompt = "ab"
 
 
 class Job(Started):
-    """One start of the script in a folder of its own. Its processes carry a mark, so that those that are left over can be found."""
+    """One start of the script in its own folder. Its processes carry a mark, so that leftover ones can be found."""
 
     def __init__(self, folder: Path, *overrides: str, nproc: int = 1) -> None:
         self.mark = uuid.uuid4().hex

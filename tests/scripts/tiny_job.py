@@ -132,7 +132,7 @@ def peak_bytes(module: str, *arguments: object) -> int:
 
 
 def struck(function: Callable[..., Any], at: int, number: signal.Signals) -> Callable[..., Any]:
-    """Returns `function`; this process gets the signal when it is called the `at`-th time."""
+    """Returns `function`, of which the `at`-th call sends the signal to this process."""
     calls = count(1)
 
     def called(*arguments: Any) -> Any:

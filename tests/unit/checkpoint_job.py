@@ -31,7 +31,7 @@ class Ledger:
 
 
 class Trains:
-    """Steps of a `model` by its `optimizer`, kept by its `ledger`; the batch is that of the step, wherever it is made."""
+    """Trains `model` with `optimizer`, and counts steps in `ledger`; the batch depends only on the step."""
 
     ledger: Ledger
     model: nn.Module

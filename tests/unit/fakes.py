@@ -38,13 +38,13 @@ class Lines:
 
 
 def set_package(monkeypatch: pytest.MonkeyPatch, name: str, content: dict[str, Any] | None) -> None:
-    """Puts a module with `content` in the place of a package; None: it is not installed."""
+    """Replaces a package by a module with `content`; None: it is not installed."""
     module = SimpleNamespace(**content, __spec__=ModuleSpec(name, None)) if content is not None else None
     monkeypatch.setitem(sys.modules, name, module)
 
 
 def forbid_locks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Makes every file system one without locks, as some network file systems are."""
+    """Makes locks fail on every file, as on some network file systems."""
 
     def flock(descriptor: int, how: int) -> None:
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
@@ -53,7 +53,7 @@ def forbid_locks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def set_cuda(monkeypatch: pytest.MonkeyPatch, cuda: Any) -> None:
-    """Puts `cuda` in the place of torch.cuda: there is no other way to have a GPU."""
+    """Replaces torch.cuda by `cuda`, as there is no other way to have a GPU."""
     monkeypatch.setattr("torch.cuda", cuda)
 
 

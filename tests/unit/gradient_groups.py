@@ -123,7 +123,7 @@ class Member:
 
 
 def linear(dtype: torch.dtype = torch.float32) -> nn.Module:
-    """Matrices of 132 KiB: no rider of the tail; biases are."""
+    """Returns a model whose matrices (132 KiB) are too large for the tail; its biases are not."""
     return nn.Sequential(nn.Linear(32, 1056), nn.Linear(1056, 32), nn.Linear(32, 1056)).to(dtype)
 
 

@@ -31,7 +31,7 @@ class AtOnce(BackgroundWriter):
 
 
 def until_written(background_writer: BackgroundWriter) -> None:
-    """Waits, also while storage fails, until all that was given is written."""
+    """Waits until all pending data is written, also while storage fails."""
     while not background_writer.flush(50.0):
         pass
 

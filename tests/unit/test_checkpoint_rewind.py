@@ -21,7 +21,7 @@ def never() -> None:
 
 
 def gone_back(folder: Path, **settings: Any) -> Job:
-    """A run that has saved steps 2 to 6, and has gone back from step 5 to step 4."""
+    """Returns a run that has saved steps 2, 4 and 6, and has gone back to step 4 by rewind(5)."""
     job = Job(folder, **settings)
     job.checkpointer.load()
     job.step_and_save(2, 4, 6)

@@ -51,7 +51,7 @@ def stored(job: Job) -> None:
 
 
 def saved(machine: Path, *steps: int, **settings: Any) -> Job:
-    """Each save is in the store before the next one."""
+    """Returns a job that has saved these steps, each in the store before the next one."""
     job = start(machine, **settings)
     assert job.checkpointer.load() is None
     for step in steps:
@@ -330,7 +330,7 @@ def test_groups_with_disks_of_their_own_share_a_store(tmp_path: Path):
 
 
 def test_a_group_that_does_not_save_keeps_no_more_on_its_disk(tmp_path: Path):
-    """Each of its starts copies a checkpoint, and no save of its own removes the earlier ones."""
+    """Each of its starts downloads a checkpoint, and no save of its own removes the earlier ones."""
     writer = Group(tmp_path / "1" / "run", 1, url=URL, keep_latest_k=2)
     writer.checkpointer.load()
     for step in (2, 4, 6):

@@ -1,4 +1,4 @@
-"""tools/cluster/verdicts.py and measurements.py: made-up figures in, the culprits' names out."""
+"""tools/cluster/verdicts.py and measurements.py: made-up figures as input, the culprits' names as output."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ FOUR = Names(["a", "b", "c", "d"])
 
 
 def links(names: Names, rate: float = 1e9, **bad: float) -> dict[tuple[int, int], float]:
-    """Every link at `rate`, but for those given as _FROM_TO."""
+    """Returns every link at `rate`, except those given as _FROM_TO."""
     rates = dict.fromkeys(itertools.permutations(range(len(names.hosts)), 2), rate)
     return rates | {(int(name.split("_")[1]), int(name.split("_")[2])): value for name, value in bad.items()}
 

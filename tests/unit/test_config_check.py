@@ -1,4 +1,4 @@
-"""Rules across sections and over files, before anything is started. Each message names the place and what is legal."""
+"""Rules across sections and over files, before anything is started. Each message names the place and the legal values."""
 
 # ruff: noqa: E501 (exact messages stay on one line)
 

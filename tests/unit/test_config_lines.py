@@ -49,7 +49,7 @@ inline = { first = [1, 2], second = { third = "," } }
 
 
 def paths(value: Any, path: str = "") -> set[str]:
-    """Every key and element of a TOML document, as key_lines names them."""
+    """Returns every key and element of a TOML document, as key_lines names them."""
     if isinstance(value, dict):
         items = [(f"{path}.{name}" if path else name, item) for name, item in value.items()]
     elif isinstance(value, list):

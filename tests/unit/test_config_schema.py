@@ -1,4 +1,4 @@
-"""The real RunConfig: its sections, its defaults, what `load` makes of a file, and which model a name means."""
+"""The real RunConfig: its sections, its defaults, the result of `load`, and the model that a name selects."""
 
 from __future__ import annotations
 

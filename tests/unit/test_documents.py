@@ -32,13 +32,13 @@ def sources() -> str:
 
 
 def anchor(heading: str) -> str:
-    """The fragment of a heading as GitHub makes it: lower case, without punctuation, hyphens for spaces."""
+    """Returns the fragment of a heading as GitHub does: lower case, without punctuation, hyphens for spaces."""
     plain = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", heading).strip().lower()
     return re.sub(r"[^\w\- ]", "", plain).replace(" ", "-")
 
 
 def anchors(page: Path) -> set[str]:
-    """The fragments of a page's headings, with -1 for a repetition."""
+    """Returns the fragments of a page's headings, with -1 for a repetition."""
     found = [anchor(heading) for heading in re.findall(r"^#+ (.*)$", BLOCK.sub("", page.read_text()), re.MULTILINE)]
     return {name if (n := found[:at].count(name)) == 0 else f"{name}-{n}" for at, name in enumerate(found)}
 

@@ -226,7 +226,7 @@ def test_drop_forgets_the_kept_gradients():
 
 
 def step(member: Member, seed: int, *, in_place: bool = False, zeroes_first: bool = False) -> int:
-    """One step of a lone group; returns where its sum lies."""
+    """Runs one step of a lone group. Returns the address of its sum."""
     if zeroes_first:
         member.model.zero_grad(set_to_none=not in_place)
     open_all([member])

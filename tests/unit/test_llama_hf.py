@@ -1,4 +1,4 @@
-"""models/llama_hf.py: both sets of names, the order of rows, config.json, and what is refused by name."""
+"""models/llama_hf.py: both sets of names, the order of rows, config.json, and errors that name the unsupported part."""
 
 from __future__ import annotations
 

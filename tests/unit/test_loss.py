@@ -1,4 +1,4 @@
-"""The loss at the head: chunks, and parts of a vocabulary, give what the formula on whole logits gives, in less memory."""
+"""The loss at the head: in chunks or in vocabulary parts it equals the formula on whole logits, with less memory."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ROUNDING = {torch.float32: 2e-6, torch.bfloat16: 1.5e-2}  # relative error of a 
 
 
 def batch(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
-    """Hidden state, weight and labels: of unequal sequences, one of them without a target."""
+    """Returns hidden state, weight and labels: sequences with different numbers of targets, one without any."""
     draws = torch.Generator().manual_seed(0)
     h = torch.randn(B, T, C, generator=draws).to(dtype).requires_grad_()
     weight = torch.randn(V, C, generator=draws).to(dtype).requires_grad_()
@@ -32,7 +32,7 @@ def batch(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def exact(h: Tensor, weight: Tensor, labels: Tensor) -> list[Tensor]:
-    """Loss and gradients by the formula in fp64."""
+    """Returns loss and gradients by the formula in fp64."""
     h, weight = h.detach().double().requires_grad_(), weight.detach().double().requires_grad_()
     loss = F.cross_entropy(F.linear(h, weight).flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="sum")
     return [loss.detach(), *torch.autograd.grad(loss, (h, weight))]
@@ -79,7 +79,7 @@ def test_a_batch_without_targets_is_zero() -> None:
 
 
 class Watch(TorchDispatchMode):
-    """The most elements of a tensor that any operation returns, and how many matmuls there are."""
+    """Records the most elements of a tensor that any operation returns, and the number of matmuls."""
 
     def __init__(self) -> None:
         super().__init__()

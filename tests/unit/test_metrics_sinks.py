@@ -1,4 +1,4 @@
-"""metrics.jsonl and the charts over kills and resumes: every reader sees each step once."""
+"""metrics.jsonl and the charts after kills and resumes: every reader sees each step once."""
 
 import json
 from pathlib import Path
@@ -19,7 +19,7 @@ def rows(folder: Path) -> list[dict[str, Any]]:
 
 
 def events(folder: Path) -> list[tuple[int, float]]:
-    """(step, value) of TAG as TensorBoard's own reader gives them."""
+    """Returns (step, value) of TAG as TensorBoard's own reader finds them."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator  # type: ignore[import-untyped]
 
     accumulator = EventAccumulator(str(folder))

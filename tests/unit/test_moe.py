@@ -1,4 +1,4 @@
-"""models/moe.py on one process, and what is refused. Layouts: tests/multiproc/test_expert.py; logits: tests/scripts/test_hf.py."""
+"""models/moe.py in one process, and its errors. Layouts: tests/multiproc/test_expert.py; logits: tests/scripts/test_hf.py."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ def give_gradients(parameters: Any, step: int) -> None:
 
 
 def as_matrices(part: nn.Module) -> dict[str, nn.Parameter]:
-    """The parameters, each expert's matrix as one of its own."""
+    """Returns the parameters, with each expert's matrix as a separate one."""
     found = dict[str, nn.Parameter]()
     for name, parameter in part.named_parameters():
         several = parameter.unbind() if parameter.ndim == 3 else [parameter]

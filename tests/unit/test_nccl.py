@@ -30,7 +30,7 @@ SEEN = (*CONSTRUCTOR_SETTINGS, "TORCH_NCCL_NONBLOCKING_TIMEOUT")
 
 @dataclass
 class FakeNccl:
-    """torch's part of a group of one member. Its first sum ends when `peers` is set."""
+    """A stand-in for torch's part of a group of one member. Its first all-reduce ends when `peers` is set."""
 
     peers: threading.Event = field(default_factory=threading.Event)
     summing: threading.Event = field(default_factory=threading.Event)  # the first sum has begun

@@ -54,7 +54,7 @@ def rms_norm(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def random(*shape: int, dtype: torch.dtype) -> Tensor:
-    """Values that `dtype` holds exactly, so that the reference starts from the same numbers."""
+    """Returns values that `dtype` represents exactly, so that the reference starts from the same numbers."""
     return torch.randn(shape).to(dtype)
 
 
@@ -63,7 +63,7 @@ def heads(b: int, t: int, s: int, h: int, k: int, d: int, dtype: torch.dtype) ->
 
 
 def assert_like(ours: Formula, naive: Formula, inputs: list[Tensor], *extra: Tensor) -> None:
-    """Values and gradients of the fp64 formula within rounding; inputs left alone; the same without gradients."""
+    """Checks values and gradients against the fp64 formula within rounding; inputs stay unchanged; the same without gradients."""
     dtype = inputs[0].dtype
     leaves = [x.clone().requires_grad_() for x in inputs]
     exact_leaves = [x.double().requires_grad_() for x in inputs]
@@ -173,7 +173,7 @@ def naive_document_attention(q: Tensor, k: Tensor, v: Tensor, document_starts: T
 
 
 def documents(b: int, t: int, share: float) -> Tensor:
-    """Starts [B, T] of documents of random lengths, 1 / share on the average; the first sequence is one document."""
+    """Returns starts [B, T] of documents of random lengths, 1 / share on average; the first sequence is one document."""
     begins = torch.rand(b, t) < share
     begins[0] = False
     return torch.arange(t).where(begins, 0).cummax(1).values

@@ -158,7 +158,7 @@ def test_a_spike_is_not_applied_and_not_in_the_window(ranks, implementation: Any
 
 
 class DTensorOps(TorchDispatchMode):
-    """Notes the operations on a DTensor."""
+    """Records the operations on a DTensor."""
 
     def __init__(self) -> None:
         super().__init__()

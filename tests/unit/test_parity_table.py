@@ -1,4 +1,4 @@
-"""tests/README.md's table beside torchft's tests: every test of ours that it names exists, and every row has one, or a reason."""
+"""tests/README.md's table of torchft's tests: every test named there exists, and every row has one, or a reason."""
 
 from __future__ import annotations
 

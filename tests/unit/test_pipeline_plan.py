@@ -1,4 +1,4 @@
-"""Stages of a pipeline: how a model is split, where stages live, and what is refused before a start, with the nearest that is legal."""
+"""Stages of a pipeline: how a model is split, where stages are placed, and errors before a start, with the nearest legal value."""
 
 # ruff: noqa: E501 (exact messages stay on one line)
 
@@ -37,7 +37,7 @@ def complaint(config: ParallelismConfig, *, batch: int = 8, layers: int = 8, com
 
 
 def sizes(config: ParallelismConfig, layers: int) -> list[int]:
-    """Modules of each stage."""
+    """Returns the number of modules of each stage."""
     return [len(stage) for stage in stage_modules(config, [str(i) for i in range(layers)])]
 
 
@@ -159,7 +159,7 @@ def test_every_nearest_setting_is_legal() -> None:
 
 
 def _advised(message: str, batch: int, size: int) -> list[tuple[int, int]]:
-    """(batch size, microbatch size) of each alternative behind "nearest:"."""
+    """Returns (batch size, microbatch size) of each alternative behind "nearest:"."""
     words = message.partition("nearest: ")[2].replace(", or", " or").split(" or ")
     return [
         (int(word.rpartition(" ")[2]), size) if word.startswith("training.") else (batch, int(word))

@@ -16,13 +16,13 @@ NUMBER = re.compile(r"(?<![\w.])\d+(?:\.\d+)?(?:e-\d+)?x?(?!\w)")  # 1.05x, too
 
 
 def section(title: str) -> str:
-    """The text between a heading of README.md and the next one."""
+    """Returns the text between a heading of README.md and the next one."""
     [text] = re.findall(rf"^## {title}\n(.*?)(?=^## |\Z)", README.read_text(), re.MULTILINE | re.DOTALL)
     return text
 
 
 def tree() -> dict[str, str]:
-    """Path -> description of each line of the tree; four spaces of indentation are one folder."""
+    """Returns path -> description of each line of the tree; four spaces of indentation are one folder."""
     [block] = re.findall(r"^```\n(.*?)^```$", section("The tree"), re.MULTILINE | re.DOTALL)
     folders: list[str] = []
     lines: dict[str, str] = {}
@@ -37,7 +37,7 @@ def tree() -> dict[str, str]:
 
 
 def claims() -> list[tuple[str, str, str]]:
-    """The rows of the table of claims: (claim, command, page)."""
+    """Returns the rows of the table of claims: (claim, command, page)."""
     rows = re.findall(
         r"^\| (.*) \| (.*) \| (.*) \|$", section("Claims, and the test or measurement of each"), re.MULTILINE
     )
@@ -45,7 +45,7 @@ def claims() -> list[tuple[str, str, str]]:
 
 
 def linked(link: str) -> str:
-    """The text of a page, or of the section that the link names, without those below it."""
+    """Returns the text of a page, or of the section that the link names, without its subsections."""
     name, _, fragment = link.partition("#")
     page = ROOT / name
     if not fragment:
@@ -56,7 +56,7 @@ def linked(link: str) -> str:
 
 
 def numbers(text: str) -> set[str]:
-    """Numbers of a text, without separators of thousands."""
+    """Returns the numbers of a text, without thousands separators."""
     return set(NUMBER.findall(re.sub(r"(?<=\d),(?=\d{3})", "", text)))
 
 
@@ -102,7 +102,7 @@ def test_the_numbers_of_the_claims_are_in_the_pages():
 
 
 def test_the_index_reaches_every_page():
-    """Each page at least once, each question with one link."""
+    """Each page is linked at least once, and each question has one link."""
     rows = re.findall(r"^\| (.*) \| (.*) \|$", INDEX.read_text(), re.MULTILINE)
     links = [re.findall(r"\]\(([^)]+)\)", answer) for question, answer in rows if question.endswith("?")]
     assert links and all(len(found) == 1 for found in links)
@@ -111,7 +111,7 @@ def test_the_index_reaches_every_page():
 
 
 def test_the_glossary_names_code_that_exists():
-    """One screen, in the order of the alphabet; each term's file exists and has the identifier that is given for it."""
+    """The glossary fits on a screen, in alphabetical order; each term's file exists and has the identifier that is given for it."""
     page = INDEX.parent / "glossary.md"
     assert len(page.read_text().splitlines()) <= 60
     rows = re.findall(r"^\| ([^|]+) \| ([^|]+) \| (.*) \|$", page.read_text(), re.MULTILINE)[1:]

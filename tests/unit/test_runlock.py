@@ -1,4 +1,4 @@
-"""One start of a run at a time."""
+"""The lock of a run: one start at a time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Drawing text."""
+"""Text generation."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ Make = Callable[[int], Seam]
 
 @pytest.fixture(params=MANAGERS)
 def make(request: pytest.FixtureRequest) -> Iterator[Make]:
-    """Makes managers, one after the other: each is a job of its own."""
+    """Makes managers, one after the other: each has its own job."""
     with ExitStack() as stack:
 
         def one(slot_size: int) -> Seam:
@@ -246,7 +246,7 @@ def test_a_manager_that_cannot_be_made_leaves_no_server_behind():
 
 
 def test_ranks_of_nodes_that_count_their_restarts_differently_join_one_group(tmp_path: Path):
-    """torchelastic does not count the restart of a node whose ranks it restarts because another node's have failed."""
+    """torchelastic does not count a node's restart that is due to failed ranks of another node."""
     settings, store = FaultTolerance(enable=True, min_replica_size=1, process_group="gloo"), HashStore()
     with ExitStack() as stack:
         lighthouse = LighthouseServer("127.0.0.1:0", 1)

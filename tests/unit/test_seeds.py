@@ -1,4 +1,4 @@
-"""Random numbers follow from what is computed: the slot, the step, and the rank's place on the axes that compute different things."""
+"""Random numbers depend on what is computed: the slot, the step, and the rank's place on the axes that compute different things."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tokenizers: ids out, text back, bytes counted, and messages for files that do not serve."""
+"""Tokenizers: encoding, decoding, byte counts, and errors for unsuitable files."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ WORDS = ["h", "e", "l", "o", "Ġ", "Ã", "©", "he", "ll", "llo", "hello", "Ġhe
 
 
 def tokenizer_json(*specials: str) -> dict[str, Any]:
-    """A byte-level BPE that knows "hello", a space and "é", and the special tokens asked for."""
+    """Returns a byte-level BPE that knows "hello", a space and "é", and the requested special tokens."""
     vocabulary = {word: number for number, word in enumerate(WORDS)}
     added = [
         {

@@ -1,4 +1,4 @@
-"""A user's own tensors, summed with the gradients: means and sums, in one order with the buckets, repeated and held like them."""
+"""A user's own tensors, reduced with the gradients: means and sums, in one order with the buckets, repeated and held like them."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_a_mean_and_a_sum():
 
 
 class FakeFuture:
-    """A future that counts the waits for it: on a GPU a wait is one of the caller's stream."""
+    """A future that counts the waits for it: on a GPU the caller's stream waits."""
 
     def __init__(self, devices: list[torch.device]) -> None:
         self._callbacks: list[Callable[[FakeFuture], object]] = []

@@ -36,7 +36,7 @@ class FakeAbort:
 
 
 class Rank:
-    """One rank's watchdog with all that it holds."""
+    """A rank's watchdog with its fakes."""
 
     def __init__(self, cluster: "Cluster", global_rank: int) -> None:
         self.progress, self.abort, self.out, self.recorded = Progress(cluster.clock), FakeAbort(), io.StringIO(), 0
