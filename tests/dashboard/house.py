@@ -103,7 +103,7 @@ Houses, Herds, Jobs = Callable[..., House], Callable[[House], Herd], Callable[..
 
 
 class Reader:
-    """Of /events. `state` is what a page would know."""
+    """A reader of /events. `state` is what a page would know."""
 
     def __init__(self, house: House, headers: dict[str, str]) -> None:
         self._connection = http.client.HTTPConnection("127.0.0.1", house.port, timeout=WAIT_S)

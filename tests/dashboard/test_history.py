@@ -1,4 +1,4 @@
-"""What the timeline says of what the lighthouse's machine went through, with a clock of the test's; and that it stays small."""
+"""The timeline's account of the events of the lighthouse's machine, with a clock of the test's; its size stays bounded."""
 
 from __future__ import annotations
 
@@ -207,7 +207,7 @@ def test_a_message_is_never_longer_than_it_may_be():
 
 
 def test_a_lost_group_that_is_told_so_fails_nobody():
-    """ "Quorum 1 continues without this group" is told to who is out of it, and says nothing of the job."""
+    """ "Quorum 1 continues without this group" is a notice to the excluded group, and no failed commit of the job."""
     job = Job("a:1", "b:1")
     job.feed(m.Leave("b:1", clean=False, reason="gone"))
     job.feed(replace(m.StreamOpened("b:1.1"), quorum=m.Quorum(1, ())))

@@ -1,4 +1,4 @@
-"""Drain and kill: who may say so, what is refused and why, and what a group's server makes of it."""
+"""Drain and kill: the permitted senders, the refusals with their reasons, and the reaction of a group's server."""
 
 from __future__ import annotations
 
@@ -178,7 +178,7 @@ def test_a_job_without_a_token_takes_no_orders(job: Jobs):
 
 
 def test_orders_are_limited(house: Houses):
-    """In no time at all."""
+    """The limit holds for orders that arrive at one instant."""
     one, found = house(), list[int]()
     orders = Orders(one.service, one.feed, has_token=True, clock=lambda: 0.0)
 

@@ -1,4 +1,4 @@
-"""The page in a real browser, over a real lighthouse: what a person sees, with what is told in between cut, refused or hostile."""
+"""The page in a real browser, over a real lighthouse, with answers in between that are cut off, refused or hostile."""
 
 from __future__ import annotations
 

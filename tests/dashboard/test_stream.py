@@ -1,4 +1,4 @@
-"""/events: what a watcher is told, how it catches up, and what it cannot do to the lighthouse."""
+"""/events: the messages that a watcher receives, how it catches up, and its inability to harm the lighthouse."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_a_job_as_a_watcher_sees_it(job: Jobs):
 
 
 def test_the_age_of_a_group_is_that_of_its_report(house: Houses, herd: Herds):
-    """After a restart of the lighthouse a page is open before the groups' reports are there."""
+    """A page that is open before the first report of a group gets its age with the report."""
     one = house(min_replicas=3)
     groups = herd(one)
     groups.open(THREE)
@@ -241,7 +241,7 @@ def test_a_thousand_groups_in_updates_of_50_kb(job: Jobs):
 
 @pytest.mark.parametrize("others", [("0:a", "2:c"), ()])
 def test_a_clean_leave_is_shown_for_what_it_is(job: Jobs, others: tuple[str, ...]):
-    """Also the last one's: nobody is left who would be told, so the machine wants nothing done."""
+    """A clean leave of the last group is shown, too: nobody is left to notify, so the machine has no effect for it."""
     one, groups = job((*others, "1:b"))
     groups.leave("1:b")
     with one.watch() as reader:

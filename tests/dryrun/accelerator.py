@@ -1,4 +1,4 @@
-"""A device that computes nothing: torch's slot for backends of others, with streams and events that count who waits for them.
+"""A device that computes nothing: torch's slot for out-of-tree backends, with streams and events that count the waits for them.
 
 One process can have one such backend, for good: only processes that end after it may import this module.
 """
@@ -57,7 +57,7 @@ class Stream:
 
 
 class Module(backend_registration._DummyBackendModule):
-    """What torch.cuda is for CUDA."""
+    """The module of this device, as torch.cuda is that of CUDA."""
 
     Stream, Event = Stream, Event
 
@@ -108,7 +108,7 @@ def _attention(q: Tensor, k: Tensor, v: Tensor, **_: Any) -> Tensor:
 
 
 def _empty(size: Sequence[int], dtype: torch.dtype | None = None, *_: Any, **__: Any) -> Tensor:
-    """For the few that are made outside of the mode without memory."""
+    """Creates the few tensors that are made outside of the mode without memory."""
     return torch._C._acc.create_empty_tensor(tuple(size), dtype or torch.get_default_dtype())
 
 

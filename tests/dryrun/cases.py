@@ -102,7 +102,7 @@ _DEGREES = (
 
 
 def settings(case: Case) -> list[str]:
-    """On the command line, over the configuration's."""
+    """Returns the command-line settings of a case, which override the configuration's."""
     given: dict[str, Any] = {f"parallelism.{key}": degree for key, degree in zip(_DEGREES, case.degrees, strict=True)}
     given["compile.enable"] = str(case.compile).lower()
     if case.schedule:

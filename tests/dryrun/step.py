@@ -58,7 +58,7 @@ drop = lambda *_, **__: None  # noqa: E731
 class FakeCollectives(explained_rank.FakeCollectives):
     @classmethod
     def is_infra_mode(cls) -> bool:
-        """As accelerator.Traffic."""
+        """Returns True, as accelerator.Traffic does."""
         return True
 
 
@@ -106,7 +106,7 @@ class Run(train.Run):
         self.manager: Any = SoloManager(batch) if not case.groups else self.among_groups(batch)
 
     def among_groups(self, slot_size: int) -> Manager:
-        """With a lighthouse, a group's server and a manager as they are; of other groups' ranks none is there."""
+        """Opens a manager with a real lighthouse and a real group server; other groups' ranks do not exist."""
         from ft.compat.lighthouse import LighthouseServer
 
         lighthouse = LighthouseServer("127.0.0.1:0", 1)
@@ -131,7 +131,7 @@ class Run(train.Run):
             launch(tail, **options)
 
         def wait_and_tell() -> tuple[float, ...]:
-            """What this group said is the sum, since no value is computed."""
+            """Returns this group's own tail as the sum, since no value is computed."""
             wait()
             return said[-1]
 
@@ -202,7 +202,7 @@ class Run(train.Run):
 
 
 def _weight(run: Run) -> Tensor:
-    """Of the first block, as FSDP has cut it."""
+    """Returns a weight of the first block, as FSDP has sharded it."""
     weight: Tensor = run.model.parts[0].layers["0"].feed_forward.w2.weight.detach()
     return weight
 
@@ -262,7 +262,7 @@ PLANTS: dict[str, Callable[[Run], None]] = {
 
 
 def flex_attention(q: Tensor, k: Tensor, v: Tensor, *documents: Tensor) -> Tensor:
-    """In place of FlexAttention, which is compiled for the device, with the mask that it would get."""
+    """Replaces FlexAttention, which is compiled for the device, and builds the mask that it would get."""
     ops.block_mask(*documents)
     return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
 

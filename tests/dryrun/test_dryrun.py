@@ -91,7 +91,7 @@ def seen(request: pytest.FixtureRequest) -> dict[str, dict[str, Any]]:
 
 
 def verdict(case: Case, result: dict[str, Any]) -> set[str]:
-    """What is wrong with a step."""
+    """Returns the names of the checks that a step fails."""
     assert "error" not in result, result["error"]
     reads = READS | READ_BESIDES | (READS_OF_GROUPS if case.groups else {})
     wrong = {

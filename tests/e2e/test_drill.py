@@ -61,7 +61,7 @@ pytestmark = pytest.mark.timeout(LIMIT_S + 60)
 
 
 def drill(folder: Path, groups: int, kinds: list[str], *overrides: str, ranks: int = 1) -> str:
-    """What it said, all of which holds; raises AssertionError with the last of it otherwise."""
+    """Returns the drill's output, all checks of which hold; otherwise raises AssertionError with the end of the output."""
     write_text(folder)
     (folder / "tiny.toml").write_text(CONFIG)
     job = ["tiny.toml", f"--groups={groups}", "--minutes=0", "--no-twin", f"--faults={','.join(kinds)}", *overrides]
@@ -114,7 +114,7 @@ def left_out(kinds: Iterable[str]) -> set[str]:
 
 
 def test_every_fault_on_groups_of_one_rank(tmp_path: Path):
-    """In CI those that are over in seconds."""
+    """Every fault is injected; in CI only those that take seconds."""
     kinds = KINDS.keys() if ALL else KINDS.keys() - LONGER
     said = drill(tmp_path, 3, sorted(kinds))
     assert injected(said) == {variant for kind in kinds - left_out(kinds) for variant in KINDS[kind].variants}

@@ -1,4 +1,4 @@
-"""A run is exported while it goes on, and lm-evaluation-harness evaluates the export: docs/evaluation.md."""
+"""A run is exported while it trains, and lm-evaluation-harness evaluates the export: docs/evaluation.md."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ DOCUMENTS = [json.loads(line)["text"] for line in (ROOT / "examples/lm_eval/prog
 
 @pytest.fixture(scope="module")
 def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The export of the newest checkpoint of a run with a BPE tokenizer, made while the run goes on."""
+    """The export of the newest checkpoint of a run with a BPE tokenizer, made while the run trains."""
     folder = tmp_path_factory.mktemp("run")
     write_job(folder, CONFIG.replace("seq_len = 32", "seq_len = 128").replace("interval = 10", "interval = 100"))
     (folder / "text" / "b.txt").write_text("\n\n".join(DOCUMENTS) * 20)

@@ -229,7 +229,7 @@ def test_two_groups(start_group: Callable[..., Launch], case: str):
 
 
 def two_groups(start_group: Callable[..., Launch], *argv: str) -> int:
-    """Runs a job of two groups, of which one is killed and returns; then both are told to stop. Returns the last step, which is saved."""
+    """Runs a job of two groups, kills one, which returns, then sends SIGTERM to both. Returns the last step, which is saved."""
     argv = (*argv, "--training.steps=100000")
     first, killed = (start_group(group, *argv) for group in ("0", "1"))
     for group in (first, killed):

@@ -1,4 +1,4 @@
-"""A job whose checkpoints are in an object store is killed, its disk is lost, and another machine's launch goes on exactly."""
+"""A job with checkpoints in an object store is killed, its disk is lost, and another machine's launch continues exactly."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_a_run_outlives_its_machine(server: S3Server):
 
 
 def test_a_run_ends_only_when_the_store_has_its_last_step(server: S3Server):
-    """It trains to its end while the store refuses everything new; then it retries."""
+    """A run trains to its end while the store refuses all writes, then retries until the last step is stored."""
     server.fault = "full"
     with closing(Started([*COMMAND, "--training.steps=20"], Path("log"), cwd=Path.cwd(), **ENV)) as job:
         job.until(
@@ -130,7 +130,7 @@ def test_a_kill_at_any_request_leaves_the_newest_checkpoint(
 
 @pytest.mark.parametrize("fault", [pytest.param("slow", marks=pytest.mark.long), "broken"])
 def test_steps_go_on_without_the_store(server: S3Server, fault: str):
-    """And the last save is there once it answers again."""
+    """Steps continue while the store fails, and the last save is in the store once it answers again."""
     with closing(Started([*COMMAND, "--training.steps=100000"], Path("log"), cwd=Path.cwd(), **ENV)) as job:
         job.until("a step", lambda text: "step 1/" in text)
         server.fault = fault
@@ -145,7 +145,7 @@ def test_steps_go_on_without_the_store(server: S3Server, fault: str):
 
 
 def test_groups_go_on_from_the_store(server: S3Server):
-    """Both are killed, and their disk is lost."""
+    """Both groups are stopped, their disk is lost, and they resume from the store."""
     store, log = ObjectStore(f"s3://{BUCKET}/runs/tiny"), Path("log")
     command = [str(ROOT / "scripts" / "run_replicas.sh"), *COMMAND[1:], "--groups=2"]
     with closing(Started([*command, "--training.steps=100000"], log, cwd=Path.cwd(), **ENV)) as job:

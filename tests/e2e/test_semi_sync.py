@@ -1,4 +1,4 @@
-"""The drill on jobs whose groups step by themselves: what must hold of them is the same, for a round is a step to it. In CI two groups of
+"""The drill on jobs whose groups step by themselves: its checks are the same, for a round is a step to it. In CI two groups of
 two ranks, sharded and in stages, are killed, stopped and joined; `make e2e` does everything to three."""
 
 from __future__ import annotations

@@ -65,11 +65,11 @@ class Trained:
         return getattr(self.manager, "core", self.manager)
 
     def where(self) -> str:
-        """It is, as far as its protocol goes."""
+        """Returns the phase of this rank's protocol."""
         return str(self.core.machine.phase)
 
     def kill(self, *others: Trained) -> None:
-        """The group's server dies, and the group with it: whatever it does next raises GroupEnded. First each of `others` has committed the
+        """Kills the group's server, and the group with it: its next call raises GroupEnded. First each of `others` has committed the
         last step of this group: one that had not all its sums would heal that step, as a collective is not atomic."""
         assert in_time(lambda: all(one.core.step >= self.core.step for one in others))
         server = self.core.membership.server
@@ -220,7 +220,7 @@ class Rank(Trained):
 
 
 def lose_the_sums(rank: Rank) -> None:
-    """In its coming step: the others have them, and this rank has not, as where a connection breaks behind the others' last byte."""
+    """Makes this rank lose the sums of its coming step, which the others have: the connection breaks behind the others' last byte."""
     gradients = rank.manager.gradients
     wait = gradients.wait
 
@@ -254,13 +254,13 @@ class GroupsOfJob(Generic[G]):
         return group.start()
 
     def join(self) -> None:
-        """Until all have ended, by themselves or killed."""
+        """Waits until all groups have ended, by themselves or killed."""
         for group in self.groups:
             group.join()
             assert group.error is None or isinstance(group.error, GroupEnded | Stopped), repr(group.error)
 
     def end(self) -> None:
-        """At the end of a test that has not failed."""
+        """Ends the job of a test that has not failed."""
         self.join()
 
     def close(self) -> None:

@@ -42,7 +42,7 @@ class Blocks(nn.Module):
 
 
 def inner_loss(model: nn.Module, slot: int) -> Tensor:
-    """Of a batch, named by its first position."""
+    """Returns the loss of a batch, which is named by its first position."""
     source = torch.Generator().manual_seed(slot)
     rows, target = torch.randint(0, 6, (4,), generator=source), torch.randn(4, 5, generator=source)
     return ((model(rows) - target) ** 2).mean()
@@ -150,7 +150,7 @@ class Job(GroupsOfJob[Group]):
         return self.start(Group(name, self.lighthouse, schedule, rounds, **more))
 
     def end(self) -> None:
-        """Whoever made the same round has the same outer weights, to the bit; and each window is in one round, all told."""
+        """Checks that groups with the same round have bitwise equal outer weights, and that each window is in exactly one round."""
         self.join()
         for one in self.groups:
             for other in self.groups:
@@ -215,7 +215,7 @@ class Papers:
         return {name: local[name].clone() if self.averages else self.theta[name] - local[name] for name in names}
 
     def _sum(self, name: str, given: list[Tensor]) -> Tensor:
-        """Quantized: of weights below 256 values, whose sums the first worker makes (Tang et al., arXiv 1905.05957, algorithm 1)."""
+        """Sums; quantized: weights of fewer than 256 values, summed by the first worker (Tang et al., arXiv 1905.05957, algorithm 1)."""
         if not self.quantized:
             return torch.stack(given).sum(0)
         total = torch.zeros_like(given[0])

@@ -23,7 +23,7 @@ class Cast:
 
     @property
     def make(self) -> partial[Manager]:
-        """Makes managers whose votes are noted here."""
+        """Returns a maker of managers whose votes are recorded here."""
         return partial(Manager, connect=partial(Noted, self))
 
 

@@ -29,7 +29,7 @@ MAX_S = 15.0  # of a fence; heal_grace_s is 30
 
 
 class Large(Manager):
-    """With a state of 16 MB, of which 1 MB may be copied aside."""
+    """A manager with a state of 16 MB, of which 1 MB may be copied aside."""
 
     def __init__(self, *what: Any, **more: Any) -> None:
         super().__init__(*what, **more)
@@ -37,7 +37,7 @@ class Large(Manager):
 
 
 class Fences:
-    """A source's: whose heal each was for, how it ended, and how many seconds it took."""
+    """The fences of a source: each one's joiner, its outcome, and its duration in seconds."""
 
     def __init__(self) -> None:
         self.began, self.ended = Queue[str](), list[tuple[str, Fenced, float]]()
@@ -149,7 +149,7 @@ def test_a_commit_waits_for_no_reader_when_its_own_group_ends():
 
 
 class Unlike(Manager):
-    """Has a state with another tensor than the sources have: always, or once it is told so, for one heal."""
+    """A manager whose state has another tensor than the sources': always, or for one heal after `once` is set."""
 
     def __init__(self, *what: Any, always: bool = True, **more: Any) -> None:
         super().__init__(*what, **more)
@@ -165,7 +165,7 @@ class Unlike(Manager):
 
 
 def test_a_newcomer_with_another_state_ends_and_a_member_waits(caplog: pytest.LogCaptureFixture):
-    """Neither keeps a commit waiting for a state that it will never read."""
+    """Neither the newcomer nor the member delays a commit for a state that it will never read."""
     others: list[Rank] = []
     fences = Fences()
 
@@ -179,7 +179,7 @@ def test_a_newcomer_with_another_state_ends_and_a_member_waits(caplog: pytest.Lo
             rank.manager.leave()
 
     def changes(rank: Rank, step: int) -> None:
-        """Once it has committed, it falls behind, and for one heal its state is of another layout."""
+        """Falls behind once it has committed three steps, and for one heal has a state of another layout."""
         manager: Any = rank.manager
         if len(rank.commits) == 3 and not manager.once.is_set() and not manager.was.is_set():
             manager.once.set()
@@ -198,7 +198,7 @@ def test_a_newcomer_with_another_state_ends_and_a_member_waits(caplog: pytest.Lo
 
 
 def test_a_value_that_cannot_be_sent_ends_the_joiner_and_not_the_source(caplog: pytest.LogCaptureFixture):
-    """It comes with the first step, and is logged before anybody joins, once."""
+    """The value appears with the first step, and is logged once, before anybody joins."""
 
     class Unsendable(Manager):
         def __init__(self, *what: Any, **more: Any) -> None:
@@ -251,7 +251,7 @@ def part(replica_id: str, replica_rank: int, **more: Any) -> m.QuorumResult:
     ("mismatch", "gone", "grace_s"), [(True, (), 600.0), (False, ("a:1",), 600.0), (False, (), 0.0)]
 )
 def test_a_heal_that_failed_for_good_is_told_to_its_sources(mismatch: bool, gone: tuple[str, ...], grace_s: float):
-    """When its time is over, or at once where no other try would do."""
+    """The sources are told at the end of the grace period, or at once where no retry can succeed."""
     transport = Fetches(HealFailed("another layout", touched=False, layout_mismatch=mismatch, gone_sources=gone))
     ended, said = Queue[m.Event](), list[str]()
     healer = Healer(

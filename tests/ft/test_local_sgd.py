@@ -111,7 +111,7 @@ def job(min_replicas: int) -> AbstractContextManager[Job]:
 @pytest.mark.parametrize("bucket_cap_mb", [32.0, 1e-4])
 @pytest.mark.parametrize("schedule", [Schedule(4), Schedule(6, fragments=2, delay=1, alpha=0.5)], ids=str)
 def test_the_numbers_of_the_papers(schedule: Schedule, bucket_cap_mb: float):
-    """In one bucket, and each weight in its own: all of them are summed."""
+    """All weights are summed, in one bucket and with each weight in a bucket of its own."""
     with job(min_replicas=2) as made:
         syncs = 5 * schedule.fragments
         a, b = (made.group(name, diloco(schedule, bucket_cap_mb), syncs) for name in "ab")
@@ -128,7 +128,7 @@ def test_the_numbers_of_sums_in_eight_bits():
 
 
 def test_buckets_hold_every_weight_once():
-    """Of each dtype its own, none larger than is said unless one weight is; and each weight is a piece of one."""
+    """A bucket has one dtype and at most the given size, unless one weight is larger; each weight is a view of one bucket."""
     sizes = [(3, 2), (10,), (1,), (4, 4), (2,)]
     tensors = [
         torch.randn(size).to(torch.bfloat16 if place == 3 else torch.float32) for place, size in enumerate(sizes)
@@ -151,7 +151,7 @@ def test_the_mean_of_the_weights():
 
 
 def test_a_mean_that_is_asked_for_early():
-    """After two inner steps of three: the next one is three steps later."""
+    """A mean after two inner steps of three is followed by the next one three steps later."""
 
     def inside(group: Group) -> None:
         if group.manager.current_step() == 0 and group.syncs.inner_steps_done == 2:
@@ -204,7 +204,7 @@ def test_a_death_costs_no_inner_step(when: str):
 
 
 def test_a_newcomer_begins_from_the_outer_weights():
-    """Not from the local ones of whoever it heals from, in the fragment that was not summed then."""
+    """A newcomer does not begin from its source's local weights, in the fragment that was not summed at that time either."""
     reached = threading.Event()
 
     def inside(group: Group) -> None:
@@ -227,7 +227,7 @@ def test_a_newcomer_begins_from_the_outer_weights():
 
 
 def test_a_sum_that_is_dropped_is_carried_by_the_next():
-    """Where an error is reported nobody's weights change, and no inner step is lost: the next sum has what both would have had."""
+    """A reported error changes nobody's weights and loses no inner step: the next sum contains what both would have contained."""
     reported: list[list[Tensor]] = []
 
     def inside(group: Group) -> None:

@@ -34,7 +34,7 @@ from tests.waiting import in_time
 
 @pytest.mark.parametrize("kind", [ProcessGroupGloo, ProcessGroupBabyGloo])
 def test_three_groups_train_as_one(kind: type[ProcessGroup]):
-    """And who has closed leaves nothing on parameters that live on: hooks would keep its scratch, twice the gradients."""
+    """Three groups train as one, and a closed manager leaves no hooks on live parameters: they would keep twice the gradients."""
     with job(min_replicas=3) as made:
         ranks = [made.group(name, steps=5, together=3, group=kind)[0] for name in "abc"]
         for rank in finish(*ranks):
@@ -95,7 +95,7 @@ def test_a_death_costs_the_others_no_step():
     died_at: list[int] = []
 
     def dies(rank: Rank, slots: tuple[int, ...]) -> bool:
-        """Before its tail is sent: once all of it is out, one survivor may have all sums and the other not, who then heals."""
+        """Dies before its tail is sent: after all of it is sent, one survivor may have all sums while the other has to heal."""
         if len(rank.together_commits) == 4 and not died_at:
             died_at.append(rank.manager.step)
             rank.kill(a, b)
@@ -116,7 +116,7 @@ def test_a_death_costs_the_others_no_step():
 
 
 def test_sums_that_one_survivor_has_and_the_other_not():
-    """A collective is not atomic. Who is left without the sums takes the step from who has them: its own gradients are in it."""
+    """A collective is not atomic. A member without the sums takes the step from one that has them: its own gradients are in it."""
     broke_at: list[int] = []
 
     def breaks(rank: Rank, step: int) -> None:
@@ -142,7 +142,7 @@ def test_a_dead_groups_slot_is_computed_in_the_same_step(deterministic: bool, tm
     died_at: list[int] = []
 
     def dies(rank: Rank, slots: tuple[int, ...]) -> bool:
-        """When its gradients are computed and not yet sent."""
+        """Dies with its gradients computed and not yet sent."""
         if len(rank.together_commits) == 4:
             died_at.append(rank.manager.step)
             rank.kill(a, b)
@@ -188,7 +188,7 @@ def test_a_late_word_on_a_generation_leaves_the_next_alone():
 
 @pytest.mark.parametrize("size", [1, 2])
 def test_who_has_been_sent_the_state_is_dealt_in_the_next_step(size: int):
-    """The word of who sent it goes with the sums of the step in which it heals; its own would go with those of the next one."""
+    """The sender's word goes with the sums of the step of the heal; the joiner's own would go with those of the next step."""
 
     def comes(rank: Rank, step: int) -> None:
         if step == 4 and rank.group_rank == 0:
@@ -214,7 +214,7 @@ def test_who_has_been_sent_the_state_is_dealt_in_the_next_step(size: int):
 
 
 class WithoutFingerprint(GroupClient):
-    """Its lighthouse compares nothing, as if it had forgotten all: it is told no settings."""
+    """A client that sends no settings, so that its lighthouse compares nothing, as if it had forgotten all."""
 
     def quorum(self, call: m.RankCall, timeout_s: float) -> m.QuorumResult | m.RestoreRequired | m.Released:
         return super().quorum(replace(call, fingerprint=()), timeout_s)
@@ -222,7 +222,7 @@ class WithoutFingerprint(GroupClient):
 
 @pytest.mark.parametrize("kind", [ProcessGroupGloo, ProcessGroupBabyGloo])
 def test_a_stranger_reaches_no_sum_and_costs_one_forming(kind: type[ProcessGroup]):
-    """A newcomer with other settings ends with exit code 2, whatever the lighthouse has forgotten."""
+    """A newcomer with other settings ends with exit code 2, even if the lighthouse has forgotten the job's."""
     settings, others = (
         partial(Manager, connect=WithoutFingerprint, fingerprint=(("optimizer.lr", lr), ("data", "text")))
         for lr in "12"
@@ -281,7 +281,7 @@ def test_a_former_member_that_is_a_stranger_by_now_waits_and_holds_nobody_up(cap
 
 
 def test_gradients_that_cannot_be_summed_are_an_error_each_time_and_no_hang():
-    """Who goes on all the same begins again: the step is tried in another generation."""
+    """A caller that continues all the same starts the step again, in another generation."""
 
     def fails_once(rank: Rank, step: int) -> None:
         if step == 2:
@@ -320,7 +320,7 @@ def test_ranks_of_a_group_take_the_same_way():
 
 @pytest.mark.parametrize("keep", [True, False])
 def test_a_group_that_cannot_gives_zeros_and_its_slot_is_dealt_again(keep: bool):
-    """Nothing is rebuilt for it, and the step holds without it. Without kept gradients the other group computes its own once more."""
+    """Nothing is rebuilt: the step holds without the group. Without kept gradients the other group computes its own once more."""
     unable: list[int] = []
 
     def able(rank: Rank, slots: tuple[int, ...]) -> bool:
@@ -374,7 +374,7 @@ def test_who_leaves_says_so_in_the_step_before():
 
 
 def test_who_finds_the_job_finished_leaves_as_who_finished_it(caplog: pytest.LogCaptureFixture):
-    """All of it was restored from the last checkpoint: nothing is lost with the group, and the lighthouse is told so."""
+    """A group that restored all of a finished job loses nothing by its end, and sends a clean leave to the lighthouse."""
     caplog.set_level("INFO", "pharos")
     state = {"step": 5, "commit_id": "c", "commit_quorum_id": 3, "ledger": {"position": 5 * SLOT}}
     with job(min_replicas=1) as made:
@@ -405,7 +405,7 @@ def test_a_partly_healed_state_is_not_taken_for_the_initial_one(touched: bool):
 
 
 def test_trained_weights_are_not_taken_for_the_initial_ones():
-    """A torchft program loads its checkpoint before its first quorum; here it is told later to load one."""
+    """A torchft program loads its checkpoint before its first quorum; here the order to load one arrives later."""
 
     class Told(Manager):
         def tell(self) -> None:
@@ -449,7 +449,7 @@ def test_a_rank_that_cannot_form_a_further_group_ends_to_be_restarted():
 
 
 def flips_a_bit(rank: Rank, step: int) -> None:
-    """In the last weight of group a's rank 0, after step 3."""
+    """Flips a bit in the last weight of group a's rank 0, after step 3."""
     if step == 3 and (rank.name, rank.group_rank) == ("a", 0) and 4 not in rank.weights:
         list(rank.model.parameters())[-1].data.view(torch.int32)[-1] ^= 1
 
@@ -466,7 +466,7 @@ COMPARED: dict[str, Any] = {"options": {"digest_interval": 2}, "at": flips_a_bit
 
 
 def copies_in(rank: Rank, *, members: int, interval: int) -> list[set[str]]:
-    """For each comparison, the groups that said that they are no witnesses."""
+    """Returns, for each comparison, the groups that reported themselves as no witnesses."""
     reduced = [event for _, event, _ in rank.seen if isinstance(event, m.Reduced) and (event.step + 1) % interval == 0]
     tails = [Tail.of(event.tail, DIGEST_WORDS * members).digests for event in reduced]
     names = [m.name_of(member) for member in rank.manager.quorum.members]
@@ -477,7 +477,7 @@ def copies_in(rank: Rank, *, members: int, interval: int) -> list[set[str]]:
 def test_whose_weights_went_wrong_is_named_and_heals(
     goes_wrong: Callable[[Rank, int], None], caplog: pytest.LogCaptureFixture
 ):
-    """Of each group one rank sees it, and all ranks of the one that is odd heal."""
+    """One rank of each group detects it, and all ranks of the odd group heal."""
     shown: list[tuple[str, int, str]] = []  # on the lighthouse's page
     progress_of_heals: list[tuple[int, int]] = []
 
@@ -574,7 +574,7 @@ def test_whose_weights_went_wrong_may_leave_and_then_goes_back_to_no_checkpoint(
 
 
 def test_a_writer_that_went_wrong_in_the_last_step_is_replaced():
-    """Else every group would wait for ever for another one to save it."""
+    """A divergent writer is replaced: otherwise every group would wait for ever for another one to save the step."""
 
     class Last(Rank):
         def train(self) -> None:

@@ -1,4 +1,4 @@
-"""What a step costs the lighthouse where nothing changes, counted at one that serves a real job."""
+"""The cost of a step to the lighthouse while nothing changes, counted at one that serves a real job."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ FROM, TO = 3, 9  # committed steps between which is counted
 
 
 class Counted:
-    """What the machine of the lighthouse is told: each call to it is an event."""
+    """An observer of the lighthouse's machine: each call to the machine is an event."""
 
     def __init__(self) -> None:
         self.events = list[m.Event]()
@@ -31,7 +31,7 @@ class Counted:
             self._news.notify_all()
 
     def wait_for_reports(self, since: int, of: set[str]) -> None:
-        """Until a beat of each has come, after so many events."""
+        """Waits until a report of each group of `of` has come, after the first `since` events."""
 
         def came() -> bool:
             told = {event.replica_id for event in self.events[since:] if isinstance(event, m.Report)}
@@ -66,7 +66,7 @@ def test_a_report_names_the_quorum_that_its_launched_attempts_belong_to():
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("every_step", [False, True])
 def test_a_steady_step_asks_the_lighthouse_nothing(every_step: bool):
-    """Beats go on, on the stream that is open. With quorum = "every_step" there is one call for each step of each group."""
+    """Beats continue on the open stream. With quorum = "every_step" there is one call for each step of each group."""
     counted, marks = Counted(), list[int]()
 
     def at(rank: Rank, step: int) -> None:

@@ -91,8 +91,8 @@ PLACES = {
 
 @pytest.mark.parametrize("place", PLACES)
 def test_a_death_costs_the_others_no_inner_step(place: str):
-    """Of three groups one dies in a round. The others commit that round with what they have computed of it, none of it twice; what it was
-    assigned is a hole, unless its sums were complete, and is trained on later."""
+    """One group of three dies in a round. The others commit that round with what they have computed of it, none of it twice; its
+    slots are a hole, unless its sums were complete, and are trained on later."""
     died_in: list[int] = []
 
     def dies(group: Group, inside: int | None = None) -> None:
@@ -196,8 +196,8 @@ def test_a_window_with_a_loss_that_is_no_number_leaves_no_trace():
 
 @pytest.mark.parametrize("schedule", [Schedule(3), Schedule(6, fragments=2, delay=1, alpha=0.5)], ids=str)
 def test_a_checkpoint_goes_on_with_the_same_bits(schedule: Schedule):
-    """Of one group: outer weights as the model's, outer momentum, local weights where they differ, and the inner optimizer, which is the
-    trainer's to save."""
+    """The checkpoint of a group has outer weights as the model's, outer momentum, local weights where they differ, and the inner
+    optimizer's state, which the trainer saves."""
     saved: dict[str, Any] = {}
 
     def saves(group: Group) -> None:
@@ -240,7 +240,7 @@ def test_a_checkpoint_between_two_rounds_is_refused():
 
 
 def test_weights_alone_are_a_beginning():
-    """Of a run that never stepped by itself: outer and local weights begin from them."""
+    """Outer and local weights begin from the weights of a run that never stepped by itself."""
     model = Blocks()
     manager = Mock(gradients=FragmentGradients(), slot_size=4)
     manager.begin_step.return_value = DataAssignment(0, ())

@@ -1,4 +1,4 @@
-"""A short soak: processes, orders and checks of bench/soak.py, each kind of order at least once; it ends, and goes on."""
+"""A short soak: processes, orders and checks of bench/soak.py, each kind of order at least once; it ends, and resumes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from bench.soak import Done, judge_logs, soak
 @pytest.mark.skipif(sys.platform != "linux", reason="counts in /proc")
 @pytest.mark.timeout(600)
 def test_ten_changes_one_history(tmp_path: Path):
-    """With this seed the first life begins with an eviction, the second with SIGKILL and a group that leaves."""
+    """The first life of this seed begins with an eviction, the second with SIGKILL and a group that leaves."""
     assert soak(tmp_path, changes=3, kills=0, seed=215) == []
     assert soak(tmp_path, changes=10, kills=1, seed=215) == [], "in other processes, from the checkpoint"
     done = Done.read(tmp_path / "soak.json")

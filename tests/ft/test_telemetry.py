@@ -1,4 +1,4 @@
-"""What a rank reports, and how seldom."""
+"""The reports of a rank, and how seldom it sends them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Books(NoPhaseTimer):
 
 
 class Clock:
-    """The time, and its event "closed", whose waits take as long as they say."""
+    """The time, and the event "closed", whose waits take exactly their timeouts."""
 
     def __init__(self, ends_s: float) -> None:
         self.now_s, self.ends_s = 100.0, 100.0 + ends_s
@@ -78,7 +78,7 @@ def test_a_rank_waits_in_the_sums_and_past_them(clock: Clock):
 
 
 def test_a_commit_that_waits_for_readers_is_a_phase_with_a_limit_of_its_own(clock: Clock):
-    """Also where no long phases are told: the others would take it for a hang."""
+    """The phase is also reported where long phases are not: the other groups would take the wait for a hang."""
     one = made(0, clock, long_phase_s=0.0)
     with one.sends(60.0):
         assert one.status(1.0) == Status(phase=SENDS, phase_limit_s=60.0)

@@ -32,7 +32,7 @@ def lighthouse() -> Iterator[LighthouseServer]:
 
 @pytest.fixture
 def alone(lighthouse: LighthouseServer, request: pytest.FixtureRequest) -> Iterator[Group]:
-    """A group of its own job, whose loop is the test's."""
+    """A group in a job of its own, whose loop is the test's."""
     name = request.node.name.replace("[", ".").strip("]")
     group = Group(name[-64:], A, 0, lighthouse.address())
     group.train()  # of no step
@@ -99,7 +99,7 @@ def fails(*_: Any, **__: Any) -> None:
 
 
 def test_where_a_step_stands(alone: Group):
-    """It moves in should_commit and nowhere else; outside of a body nothing can be asked."""
+    """The step moves in should_commit and nowhere else; calls outside of a step's body are refused."""
     manager = alone.manager
     assert (manager.current_step(), manager.batches_committed(), manager.num_participants()) == (0, 0, 0)
     assert manager.participating_rank() is None and not manager.is_participating()

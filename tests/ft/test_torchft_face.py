@@ -49,7 +49,7 @@ def test_the_gradient_is_the_mean_and_the_states_are_one():
 
 
 def test_a_death_costs_the_others_no_step_and_no_body():
-    """Once three take part, one dies in its forward, while the others reduce."""
+    """One of three groups dies in its forward, while the others reduce."""
     died_at: list[int] = []
 
     def body(group: Group) -> None:
@@ -125,7 +125,7 @@ def test_a_spare_follows_and_steps_in():
 
 @pytest.mark.parametrize("clips", [False, True])
 def test_sums_of_ones_own(clips: bool):
-    """Without DistributedDataParallel. A death in a step costs it where the user has made something of the sums, else nothing."""
+    """A death costs a step without DistributedDataParallel only if the user has changed the sums."""
     died_at: list[int] = []
 
     def body(group: Group) -> None:

@@ -1,4 +1,4 @@
-"""What torchft's own tests ask of a Manager, asked of ours: the rows of tests/README.md that the other files here do not show already."""
+"""The cases of torchft's own Manager tests, run on ours: the rows of tests/README.md that the other files here do not cover."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ FOR_EVER = 1 << 30
 
 @contextmanager
 def alone(min_replicas: int = 1, **arguments: Any) -> Iterator[Manager]:
-    """In a job of its own, which begins with so many groups."""
+    """Yields a manager in a job of its own, which begins with `min_replicas` groups."""
     with job(min_replicas=min_replicas) as made:
         manager = manager_of("alone", made.lighthouse, torch.nn.Module(), **arguments)
         try:
@@ -37,7 +37,7 @@ def alone(min_replicas: int = 1, **arguments: Any) -> Iterator[Manager]:
 
 @pytest.fixture(scope="module")
 def manager() -> Iterator[Manager]:
-    """Between two steps."""
+    """A manager between two steps."""
     with alone() as made:
         yield made
 
@@ -59,7 +59,7 @@ def test_what_is_averaged_and_what_is_summed(manager: Manager, dtype: torch.dtyp
 
 
 def test_a_group_that_fails_inside_a_step_is_made_anew(manager: Manager):
-    """Where torchft drops the step, ours sums the same values again."""
+    """The same values are summed again; torchft drops the step."""
     manager.start_quorum()
     before = manager.core.quorum
     manager.core.process_group.abandon("injected failure")
@@ -72,7 +72,7 @@ def test_a_group_that_fails_inside_a_step_is_made_anew(manager: Manager):
 
 
 def test_callbacks_run_in_order_when_the_sum_is_there(manager: Manager):
-    """And what one returns, the next one gets."""
+    """Each callback gets the result of the one before."""
     manager.start_quorum()
     order: list[str] = []
 
@@ -232,7 +232,7 @@ def newcomer(at: Callable[[Group], None], body: Callable[[Group], None]) -> Iter
 
 
 def test_a_newcomer_gets_all_that_was_registered():
-    """Under its names, beside what the constructor was given; a name serves once."""
+    """A newcomer gets each state under its name, beside the constructor's; a second use of a name is an error."""
     got: list[dict[str, int]] = []
 
     def at(group: Group) -> None:

@@ -1,4 +1,4 @@
-"""torchft's Optimizer and DistributedDataParallel, over a manager that says what it is told to."""
+"""torchft's Optimizer and DistributedDataParallel, over a manager with prescribed answers."""
 
 from __future__ import annotations
 

@@ -64,7 +64,7 @@ def job(folder: Path) -> Iterator[Callable[[int], Program]]:
 
 
 def losses_without_faults(steps: int) -> list[float]:
-    """Of each step of two groups that nothing happens to, as one process computes it: the mean over both batches."""
+    """Returns the loss of each step of two undisturbed groups, computed in one process: the mean over both batches."""
     torch.manual_seed(0)
     images, model = Images(), net()
     adam = torch.optim.AdamW(model.parameters())

@@ -1,4 +1,4 @@
-"""What a newcomer may not let the others wait for; and a group that waits, for others or for its server's word."""
+"""Limits on a newcomer's delay of the others; and a group that waits for others or for its server's answer."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.ft.groups import Rank, job
 
 
 def test_memory_is_touched_before_a_quorum_is_asked_for(monkeypatch: pytest.MonkeyPatch):
-    """All of it: once it is in a quorum, whatever a group does first is everybody's next step."""
+    """All buffers are touched before the quorum call: after it, the first work of a group delays everybody's next step."""
     made_s: list[float] = []
     make = buckets.GradBuffers.__init__
 

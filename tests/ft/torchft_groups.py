@@ -114,7 +114,7 @@ class Job(GroupsOfJob[Group]):
         return self.start(Group(name, value, steps, self.lighthouse, **more))
 
     def join(self) -> None:
-        """Until all have ended. Whoever made the same step has the same weights, to the bit, and counts the same batches."""
+        """Waits until all have ended. Groups with the same step have bitwise equal weights and equal counts of batches."""
         super().join()
         for one in self.groups:
             for other in self.groups:
@@ -124,7 +124,7 @@ class Job(GroupsOfJob[Group]):
 
 
 def moves(group: Group) -> dict[int, float]:
-    """How far each step moved the weights, all of them alike: the mean of the gradients in it."""
+    """Returns, for each step, the change of the weights, the same in every element: the mean of the gradients in it."""
     found = {}
     for step in group.weights.keys() & {step + 1 for step in group.weights}:
         move = group.weights[step - 1] - group.weights[step]

@@ -1,4 +1,4 @@
-"""What the tests on GPUs share: when they are skipped, and a kernel that takes its time."""
+"""Helpers of the tests on GPUs: the conditions of a skip, and a kernel of a given duration."""
 
 from __future__ import annotations
 
@@ -28,5 +28,5 @@ def error(got: torch.Tensor, want: torch.Tensor) -> float:
 
 
 def free_bytes() -> int:
-    """Of the device's memory, whoever has the rest."""
+    """Returns the free bytes of the device's memory, whichever process holds the rest."""
     return int(torch.cuda.mem_get_info()[0])

@@ -1,4 +1,4 @@
-"""In a process of its own: the memory that a step is said to take, and what it then takes.
+"""Compares, in a process of its own, the memory that a step is predicted to take with what it takes.
 
 python -m tests.gpu.explained_step none|selective|full
 """

@@ -100,7 +100,7 @@ def test_parts_of_documents_add_up_forward_and_backward() -> None:
 
 
 def ring_errors(device: str, load_balancer: str, make: Callable[..., Any]) -> list[float]:
-    """Of this rank's rows of the output and of the gradients of q, k, v, against attention over the whole sequence."""
+    """Returns the errors of this rank's rows of the output and of the gradients of q, k, v, against attention over the whole sequence."""
     rank = dist.get_rank()
     if device == "cuda":
         torch.cuda.set_device(rank)

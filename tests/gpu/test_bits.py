@@ -32,7 +32,7 @@ def train(folder: Path, steps: int, *settings: str) -> None:
 
 
 def test_a_run_that_goes_on_is_the_run_that_was_not_stopped(tmp_path: Path) -> None:
-    """In bf16 over fp32 weights, by kernels that are deterministic: every entry of the checkpoint, and each step's line."""
+    """A resumed bf16 run over fp32 weights, with deterministic kernels, has the same checkpoint entries and step lines."""
     train(tmp_path / "whole", 2 * N)
     for steps in (N, 2 * N):
         train(tmp_path / "stopped", steps)

@@ -1,4 +1,4 @@
-"""What --explain says that a GPU holds at most, beside what CUDA's allocator handed out."""
+"""The GPU memory that --explain predicts, beside what CUDA's allocator handed out."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ def over_group() -> Iterator[Heal]:
 
 
 def state(fill: float) -> Group:
-    """On the device: what is contiguous, what is not, small ones that share a chunk, and a number of the host's."""
+    """A state on the device: contiguous and non-contiguous tensors, small ones that share a chunk, and a number on the host."""
     draws = torch.Generator("cuda").manual_seed(int(fill))
     model = {
         "weights": torch.full((WORDS,), fill, device="cuda"),

@@ -51,14 +51,14 @@ def again(group: ProcessGroup, store: str) -> None:
 
 
 def copies(group: ProcessGroup) -> bool:
-    """An all-gather of one member: whoever carries it out writes what it has read."""
+    """Runs an all-gather of one member: its output is a copy of its input."""
     given, got = filled(0.0).copy_(torch.arange(float(ELEMENTS))), filled(0.0)
     group.all_gather_single(got, given).wait()
     return bool(got.equal(given))
 
 
 def filled(value: float, elements: int = ELEMENTS) -> torch.Tensor:
-    """Memory that a child can map, whatever PYTORCH_ALLOC_CONF says."""
+    """Returns memory that a child can map, whatever PYTORCH_ALLOC_CONF is."""
     return ProcessGroupBabyNCCL.empty(elements, device="cuda").fill_(value)
 
 

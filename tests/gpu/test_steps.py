@@ -35,7 +35,7 @@ GROUPS = ("--fault_tolerance.enable=true", "--fault_tolerance.min_replica_size=1
 
 
 def waits(folder: Path, *settings: str, **env: str) -> Counter[str]:
-    """Of the traced step, on the thread that trains."""
+    """Counts the waits of the traced step, on the thread that trains."""
     command = [sys.executable, "train.py", "configs/llama.toml", f"--job.dump_folder={folder}", *SETTINGS, *settings]
     finished(command, cwd=ROOT, **env)
     [trace] = folder.glob("**/rank-0.json.gz")
@@ -45,8 +45,8 @@ def waits(folder: Path, *settings: str, **env: str) -> Counter[str]:
 
 
 def waits_of_step(events: list[dict[str, Any]]) -> Counter[str]:
-    """Of a trace with one step. On a GPU the profiler writes the step twice: where the host was in it (user_annotation), and where
-    the device was (gpu_user_annotation), which has no thread."""
+    """Counts the waits in a trace of one step. On a GPU the profiler writes the step twice: its span on the host (user_annotation), and
+    its span on the device (gpu_user_annotation), which has no thread."""
     [step] = [
         e
         for e in events
@@ -100,8 +100,8 @@ def test_a_product_is_added_to_what_it_is_written_to() -> None:
 
 @one_device
 def test_gradients_of_one_rank_are_not_overwritten_before_they_are_added() -> None:
-    """As torch's foreach_reduce and post_backward use the memory: the gradients of the next unit are written when the host has freed those
-    of this one, and their stream has not yet come to read them."""
+    """The memory is used as in torch's foreach_reduce and post_backward: the gradients of the next unit are written once the host
+    has freed those of this one, before the reduction's stream has read them."""
     form: dict[str, Any] = {"dtype": torch.bfloat16, "device": torch.device("cuda")}
     reduction = torch.cuda.Stream()
     comm = NoOpReduceScatter(SimpleNamespace(comm_ctx=SimpleNamespace(reduce_scatter_stream=reduction)))

@@ -1,4 +1,4 @@
-"""Two members, each on a device of its own: one is killed inside a collective. NCCL itself does not notice; who is told does at once."""
+"""Two members, one per device: one is killed inside a collective. NCCL itself does not notice; a notice ends the other at once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Users' tensors and futures on streams of their own: whoever waits reads what was queued on another stream."""
+"""Users' tensors and futures on streams of their own: a wait makes visible what was queued on another stream."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ class World:
         self._threads = stack.enter_context(ThreadPoolExecutor(8))
 
     def transport(self, name: str, access: Access = TOKEN, config: HealConfig | None = None) -> HttpTransport:
-        """With short stripes, so that small states have several."""
+        """Opens a transport with short stripes, so that small states have several."""
         transport = HttpTransport("127.0.0.1", name, access, config or ONE_STREAM)
         transport.min_stripe = 8
         self._stack.callback(transport.close)
@@ -60,7 +60,7 @@ class World:
 def heal(
     joiner: HttpTransport, group: Group, *sources: Any, quorum_id: int = 3, step: int = 7, progress: Any = None
 ) -> None:
-    """As a joiner does it: fetch, then load."""
+    """Heals as a joiner does: fetches, then loads."""
     named = [HealEndpoint(f"source-{i}", source.address) for i, source in enumerate(sources)]
     group.state.load(joiner.fetch(named, group.view(), quorum_id=quorum_id, step=step, progress=progress))
 

@@ -1,4 +1,4 @@
-"""What is captured, where its bytes lie, and that they come to the same place in another group."""
+"""The capture of a state: its entries, the place of their bytes, and the same place in another group."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_every_dtype_bit_for_bit(dtype: str):
 
 
 def test_shapes_that_lie_differently_in_memory_heal_each_other():
-    """Only the logical shape is a fact of the state; how each lays it out is its own."""
+    """Only the logical shape is part of the state; each group has strides of its own."""
     source = Group({"x": torch.randn(600, 700).t(), "y": torch.randn(2, 3, 8, 8).to(memory_format=torch.channels_last)})
     joiner = Group({"x": torch.zeros(700, 600), "y": torch.zeros(2, 3, 8, 8)})
     assert equal(copy_over(source, joiner), source.values)
@@ -207,7 +207,7 @@ def test_only_local_shards_of_dtensors(tmp_path: Any):
 
 
 def test_staging_leaves_no_old_bytes_between_tensors():
-    """What lies between tensors is zero, whatever the buffer held: equal states have equal bytes."""
+    """Bytes between tensors are zero, whatever the buffer held: equal states have equal bytes."""
     view = Group({"x": [torch.ones(3), torch.ones(5)]}).view()
     body = view.body()
     staging = StagingBuffer(body)

@@ -1,4 +1,4 @@
-"""The header believes nothing: whatever arrives is refused in words, or is what `encode` would have written."""
+"""The header is untrusted: any input is refused with a message, or is exactly the output of `encode`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from ft.healing.format import (
 
 
 def write(header: Any) -> bytes:
-    """As `encode` writes: another white space alone is refused."""
+    """Writes JSON as `encode` does: other white space alone is a reason for refusal."""
     return json.dumps(header, separators=(",", ":")).encode()
 
 
@@ -164,7 +164,7 @@ def test_any_bytes_may_be_changed(data: st.DataObject):
 
 
 def parse_or_refuse(data: bytes) -> None:
-    """What is taken is as good as ours: it lies in order, it is written back, and its values can be made."""
+    """Checks that a manifest that parses is as good as ours: entries in order, encodable again, values constructible."""
     try:
         manifest = StateManifest.parse(data)
     except FormatError:
@@ -212,7 +212,7 @@ def test_values_come_back_exactly(value: Any):
     ],
 )
 def test_subclasses_of_numbers_and_integers_of_numpy_keep_their_value(value: Any):
-    """As python's own: a numpy step of a learning-rate schedule makes float64."""
+    """A value keeps its value as Python's own type: a numpy step of a learning-rate schedule makes float64."""
     manifest = StateManifest((), {"x": to_json(value, "x", lambda name, it: 0)})
     back = from_json(StateManifest.parse(manifest.encode()).values["x"], [])
     assert back == value and type(back) in (int, float, dict)

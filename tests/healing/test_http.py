@@ -203,7 +203,7 @@ def test_another_shape_is_refused_before_a_byte_is_written(world: World):
 
 @pytest.mark.parametrize("sources", [1, 2])
 def test_who_will_never_read_keeps_no_commit_waiting(world: World, sources: int):
-    """Of a state of another layout nothing is read, and no other try would do: once that is said, commits go on."""
+    """A joiner of another layout reads nothing, and no retry would help: after its notice commits continue."""
     config = HealConfig(heal_copy_bytes=0, heal_grace_s=600.0)
     offered = [world.source(large(1, chunks=4), name=f"s{i}", config=config) for i in range(sources)]
     transport, joiner = world.transport("j"), large(2, chunks=3)
@@ -244,7 +244,7 @@ def half_way(
 
 @pytest.mark.parametrize("send_buffer", [0, 100_000])
 def test_a_commit_copies_aside_what_is_unsent(world: World, caplog: pytest.LogCaptureFixture, send_buffer: int):
-    """Also the rest of a chunk that the kernel has not taken whole: no chunk arrives damaged."""
+    """The rest of a chunk that the kernel has taken in part is copied, too: no chunk arrives damaged."""
     config = HealConfig(heal_streams=1, heal_copy_bytes=40 * MIB)
     group, joiner, source, gate, healing = half_way(world, config, send_buffer=send_buffer)
     before = {name: tensor.clone() for name, tensor in group.values["model"].items()}
@@ -291,7 +291,7 @@ def test_a_commit_copies_aside_what_a_forward_has_changed(world: World, caplog: 
 
 
 def test_what_a_commit_has_not_copied_is_gone_for_good(world: World):
-    """A joiner that begins anew is told so at once, and no later commit waits for what it still lacks."""
+    """A joiner that begins anew is refused at once, and no later commit waits for what it still lacks."""
     config = HealConfig(heal_streams=1, heal_copy_bytes=35 * MIB, heal_grace_s=600.0)
     _, _, source, gate, healing = half_way(world, config)
     assert source.fence() is Fenced.COPIED
@@ -431,7 +431,7 @@ def test_close_leaves_no_thread(world: World):
 
 
 def test_strangers_keep_nobody_out(world: World):
-    """Whoever holds all connections without a token makes room for those who have one."""
+    """Connections without a token, even if they fill all places, make room for those with one."""
     group, joiner = large(1, chunks=2), large(2, chunks=2)
     offer = StateOffer(group.view(), quorum_id=3, step=7, joiners=1)
     with ExitStack() as held:
@@ -444,7 +444,7 @@ def test_strangers_keep_nobody_out(world: World):
 
 
 def test_a_reader_that_is_done_makes_room_for_another():
-    """At step 0 all groups but one heal from that one: hundreds, one after the other."""
+    """All groups but one heal from that one at step 0: hundreds, one after the other."""
     offer = StateOffer(large(1, chunks=2).view(), quorum_id=1, step=0, joiners=200)
     for number in range(3 * MAX_JOINERS):
         offer.add_joiner(f"done-{number}")

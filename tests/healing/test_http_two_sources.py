@@ -50,12 +50,12 @@ def test_one_of_two_sources_dies(world: World, dies_after: int):
 
 
 def test_a_source_that_is_far_too_slow_is_not_waited_for(world: World, caplog: pytest.LogCaptureFixture):
-    """It is not silent for longer than it may be; but the other one has long done its own part, and does the rest."""
+    """The slow source stays within its limit of silence; but the other one finishes its own part, and sends the rest."""
     group, joiner, config = large(1, chunks=32), large(2, chunks=32), HealConfig(heal_grace_s=3600.0)
     gate, first = world.event(), threading.Lock()
 
     def stalls() -> None:
-        """The first to be asked, whichever it is."""
+        """Blocks the first call, of either source."""
         if first.acquire(blocking=False):
             gate.wait(60)
 
@@ -101,7 +101,7 @@ def test_sources_with_different_states(world: World):
 
 
 def after(gate: threading.Event) -> Spoil:
-    """On no connection comes anything before the gate is open."""
+    """Holds back the bytes of every connection until the gate is open."""
 
     def spoil(before: int, data: bytes) -> bytes:
         assert gate.wait(30)
@@ -141,7 +141,7 @@ def test_sources_that_differ_are_reported_once_for_an_offer(world: World, caplog
 
 
 def test_sources_that_are_compared_after_their_fence(world: World):
-    """What was sent is gone, but its digest is known; what is not, was copied aside."""
+    """Sent chunks are gone, but their digests are known; unsent chunks were copied aside."""
     group, joiner = large(1, chunks=24), large(2, chunks=24)
     sources = [world.source(group, name) for name in "ab"]
     before = {name: tensor.clone() for name, tensor in group.values["model"].items()}

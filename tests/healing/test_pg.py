@@ -23,7 +23,7 @@ PATIENT = HealConfig(heal_copy_bytes=0, heal_grace_s=600.0)
 
 
 class Wire:
-    """What the two members of a group have in common: a queue per direction, and whether one has left."""
+    """The shared state of a group's two members: a queue per direction, and an event for the departure of one."""
 
     def __init__(self) -> None:
         self.queues: list[queue.Queue[tuple[int, torch.Tensor, threading.Event]]] = [queue.Queue(), queue.Queue()]
@@ -165,7 +165,7 @@ def test_a_damaged_header_is_refused(tag: int):
 
 @pytest.mark.parametrize("gone", [False, True])
 def test_two_sources_and_one_is_enough(gone: bool):
-    """The second is told that it is not needed, or takes the place of the first."""
+    """The second source gets the word that it is not needed, or takes the place of the first."""
     group, joiner, wires = large(1), large(2), dict[str, Wire]()
     sources = [PgTransport(lambda: QueueGroup(wires), "127.0.0.1", name, PATIENT) for name in "ab"]
     transport = PgTransport(lambda: QueueGroup(wires, patience_s=0.5), "127.0.0.1", "j")
@@ -222,7 +222,7 @@ def test_another_step_finds_nobody():
 
 
 def test_another_shape_is_refused():
-    """And keeps no commit waiting, once that is said."""
+    """A joiner of another shape is refused, and after its notice no commit waits for it."""
     source, transport = pair(large(1, chunks=2), PATIENT)
     with pytest.raises(HealFailed, match="model/weights: the source has") as failed:
         heal(source, transport, large(2, chunks=3))

@@ -1,4 +1,4 @@
-"""What reaches the server's parser may be anything; and the server itself answers all of it, and goes on."""
+"""Arbitrary input to the server's parser; and the server itself answers all of it, and continues."""
 
 from __future__ import annotations
 

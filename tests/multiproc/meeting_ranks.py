@@ -1,6 +1,6 @@
-"""The program of test_init_methods.py: two ranks per way to meet, forked from one process that has imported torch.
+"""The program of test_init_methods.py: two ranks per init method, forked from one process that has imported torch.
 
-Prints what each rank of each way computed. `file://` and `tcp://` are met as under torchrun, whose own store is not theirs.
+Prints the sums of each rank for each method. `file://` and `tcp://` are used as under torchrun, whose own store is another one.
 """
 
 from __future__ import annotations

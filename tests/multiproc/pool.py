@@ -127,7 +127,7 @@ class _Worker(Forked):
             self.pipe.send_bytes(pickle.dumps(task))
 
     def receive(self) -> _Answer | str:
-        """The answer, or what there is to say of a worker that died."""
+        """Returns the answer, or a message about a worker that died."""
         try:
             answer: _Answer = pickle.loads(self.pipe.recv_bytes())
             return answer

@@ -275,7 +275,7 @@ def copied_from_a_store(folder: Path) -> tuple[int | None, bool, int]:
 
 
 def test_all_ranks_wait_for_a_long_copy(pool: Pool, tmp_path: Path) -> None:
-    """No longer in one collective, whose time is limited, than until the next bytes."""
+    """No rank waits in one collective, whose time is limited, for longer than until the next bytes."""
     (first, second) = pool.run(2, copied_from_a_store, tmp_path)
     assert first == second and first[:2] == (2, True) and first[2] >= 1
 

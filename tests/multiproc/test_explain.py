@@ -1,4 +1,4 @@
-"""What --explain says of a rank is what a real rank takes and sends: measured by the same ruler, on real tensors over gloo."""
+"""The predictions of --explain for a rank equal what a real rank takes and sends, measured alike, on real tensors over gloo."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def explained(
 
 
 def real_steps(layout: str, checkpoint: str, chunk_tokens: int, passes: int) -> MeasuredStep:
-    """What this rank took in its first step."""
+    """Returns the measurements of this rank's first step."""
     wanted = job(layout, checkpoint, chunk_tokens, passes)
     mesh = build_mesh(wanted.degrees, "cpu")
     cpu = torch.device("cpu")  # not by the job's own method: what it is told is to be compared
@@ -107,7 +107,7 @@ def figures(step: MeasuredStep) -> tuple[int, int]:
 def least(
     pool: Pool, said: list[RankProfile], bound: float, layout: str, *more: Any
 ) -> list[tuple[int, int, MeasuredStep]]:
-    """Of the first rank of each place in the pipeline: the least activations and peak of up to eight first steps, and a step.
+    """Returns, for the first rank of each pipeline stage, the least activations and peak of up to eight first steps, and a step.
 
     gloo's own thread lets go of a tensor a little after wait() has returned, seen after one of ten collectives. So a tensor may be
     counted for longer than the step needs it, never for less: the least is what the step itself takes.

@@ -1,4 +1,4 @@
-"""Gradients over real groups: a step whose first attempt dies has the bits of one that does not; FSDP's shards, hooks and DTensors."""
+"""Gradients over real groups: a step has the same bits whether or not its first attempt dies; FSDP's shards, hooks and DTensors."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def backward(model: nn.Module, gradients: Gradients, *, seed: int, dtype: torch.
 
 
 def lose(group: ProcessGroup, gradients: Gradients, *, launches: bool) -> None:
-    """Of the members one never launches what is left: no sum of the last bucket comes."""
+    """Runs an attempt in which one member never launches the remaining buckets, so that no sum of the last bucket arrives."""
     if not launches:
         group.interrupt("this member is lost")
     gradients.launch_remaining([1.0, 0.0])
@@ -103,7 +103,7 @@ def quantized(kind: str) -> list[list[str]]:
 
 
 def test_sums_in_eight_bits_have_the_same_bits_after_a_death(pool: Pool):
-    """On every member, in this process and in a child, whose memory has what is exchanged."""
+    """The bits are the same on every member, in this process and in a child, whose memory holds the exchanged values."""
     answers = [answer for kind in ("gloo", "baby_gloo") for answer in pool.run(3, quantized, kind)]
     assert all(answer == answers[0] for answer in answers)
     unharmed, died = answers[0]

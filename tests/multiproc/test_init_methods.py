@@ -1,4 +1,4 @@
-"""`comm.init_method`: ranks meet in each of the three ways, and what cannot work is told before anybody waits."""
+"""`comm.init_method`: ranks meet by each of the three methods, and settings that cannot work are refused before anybody waits."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_a_file_of_other_content_is_refused(tmp_path: Path):
 
 @pytest.mark.parametrize("method", ["env", "file"])
 def test_a_restart_does_not_read_what_killed_ranks_wrote(tmp_path: Path, method: str):
-    """Nor need the nodes agree on the number of restarts, of which each counts its own."""
+    """The nodes need not agree on the number of restarts either, of which each counts its own."""
     agent = dist.HashStore()
 
     def join(rank: int, restarts: int) -> dist.Store:

@@ -57,7 +57,7 @@ class Case:
 
 
 def plain_loss(logits: Tensor, labels: Tensor) -> Tensor:
-    """As a user may write one: of whole logits."""
+    """Returns the loss of whole logits, as a user may write it."""
     return F.cross_entropy(logits.float().flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="sum")
 
 
@@ -127,7 +127,7 @@ def alone(pool: Pool) -> Callable[[Case], dict[str, Any]]:
 
 
 def layout(**keys: Any) -> ParallelismConfig:
-    """By the degrees' short names."""
+    """Returns the ParallelismConfig of short names of degrees."""
     names = {
         "pp": "pipeline_parallel",
         "tp": "tensor_parallel",
@@ -224,7 +224,7 @@ def test_compiled_experts_give_what_one_process_gives(pool: Pool, alone: Callabl
     ],
 )
 def test_bf16_gradients_are_near(pool: Pool, alone: Callable[..., dict[str, Any]], case: Case, *, each: bool) -> None:
-    """As a whole or, with `each`, one by one."""
+    """The relative error of the gradients is at most 3 %: of all together or, with `each`, of each one, too."""
     expected = alone(case)
     whole = torch.cat([g.flatten() for g in expected["gradients"].values()])
     for result in pool.run(2, step, replace(case, dtype=torch.bfloat16)):
@@ -238,7 +238,7 @@ DIVISIONS = (torch.ops.aten.div, torch.ops.aten.div_)
 
 
 class Divisions(TorchDispatchMode):
-    """How many tensors of gradients are divided by one, which is for nothing, or by the ranks."""
+    """Counts the divisions of tensors of gradients by one, which are superfluous, or by the number of ranks."""
 
     count = 0
 
@@ -252,7 +252,7 @@ class Divisions(TorchDispatchMode):
 
 
 def divisions(case: Case) -> int:
-    """Of a forward and backward."""
+    """Counts the divisions of a forward and backward."""
     with Divisions() as seen:
         step(case)
     return seen.count
@@ -286,7 +286,7 @@ def test_weights_that_are_written_after_a_look_are_those_of_the_next_forward(
 
 
 def losses_with_dropout(case: Case) -> list[float]:
-    """This rank's terms of the loss: evaluated, and evaluated and trained twice with dropout after each block."""
+    """Returns this rank's terms of the loss: evaluated, then evaluated and trained twice each with dropout after each block."""
     parallel, tokens = parallelized(case), torch.arange(BATCH * T).view(BATCH, T) % case.vocab
     before = parallel.evaluate(tokens, tokens).item()
     for part in parallel.parts:

@@ -13,7 +13,7 @@ STEPS, LR = 3, 0.5
 
 
 def train(wrapper: str) -> list[float]:
-    """Two groups of one rank, whose gradients are 1 and 2. Returns the weights, which begin at 0."""
+    """Trains two groups of one rank, whose gradients are 1 and 2. Returns the weights, which begin at 0."""
     from torch.distributed.device_mesh import DeviceMesh  # with these a worker takes seconds to start
     from torch.distributed.fsdp import fully_shard
 

@@ -64,7 +64,7 @@ def all_reduce_of_copies_dropped(patch: pytest.MonkeyPatch) -> None:
 
 
 def sum_over_tp_dropped(patch: pytest.MonkeyPatch) -> None:
-    """Of the norms' gradients: each rank keeps that of its own tokens."""
+    """Drops the sum over TP of the norms' gradients: each rank keeps that of its own tokens."""
     patch.setattr(Partial, "_reduce_value", lambda self, tensor, mesh, mesh_dim: tensor)
 
 
@@ -209,7 +209,7 @@ def tied_gradient_counted_twice(patch: pytest.MonkeyPatch) -> None:
 
 
 def tied_weight_counted_twice_in_the_norm(patch: pytest.MonkeyPatch) -> None:
-    """Under each of its names."""
+    """Counts the tied weight in the norm under each of its names."""
     right = parity_worker.gradient_norm
     patch.setattr(parity_worker, "gradient_norm", lambda parameters: right([*parameters, parameters[0]]))
 
@@ -357,7 +357,7 @@ def found(
 
 
 def broken(wrong: str, task: Task, chosen: ParityCase) -> Seen:
-    """On a rank."""
+    """Runs a case with a mutation, on a rank."""
     with pytest.MonkeyPatch.context() as patch:
         globals()[wrong](patch)
         return beside(task, chosen)

@@ -69,7 +69,7 @@ def alone(n_sequences: int) -> tuple[dict[str, Tensor], Tensor, Tensor]:
 
 
 def differences(settings: dict[str, Setting], dtype: torch.dtype = torch.float32) -> dict[str, dict[str, Any]]:
-    """For each setting: what this rank holds, and how far it is from one process."""
+    """Returns, for each setting, the modules of this rank, and their differences from one process."""
     return {label: difference(dict(setting), dtype) for label, setting in settings.items()}
 
 

@@ -36,7 +36,7 @@ def one_dies() -> None:
 
 
 def one_cannot_form_the_next() -> None:
-    """On rank 0, lets the next gloo group fail where a peer that has gone already lets it fail: after torch has counted the group."""
+    """Lets the next gloo group fail on rank 0, as with a peer that has already gone: after torch has counted the group."""
     if dist.get_rank() == 0:
         distributed_c10d.ProcessGroupGloo = _gone  # type: ignore[assignment,misc]
 
@@ -106,7 +106,7 @@ def test_the_answers_of_a_run_that_was_interrupted_are_not_those_of_the_next(
 
 
 def test_a_rank_whose_group_could_not_be_made_is_replaced(pool: Pool) -> None:
-    """Else it would be out of step with the others for good: torch names a group by how many it has begun to make."""
+    """The rank is replaced, as it would stay out of step with the others: torch names a group by the number of groups begun."""
     pool.run(2, one_cannot_form_the_next)
     with pytest.raises(WorkerError, match=r"rank 0 of 2: Traceback(.|\n)*the peer has gone"):
         pool.run(2, total, 0.0, timeout_s=2.0)

@@ -1,4 +1,4 @@
-"""Members that are killed or stopped in the middle of a collective: who is left goes on, and nothing outlives its parent."""
+"""Members that are killed or stopped in the middle of a collective: the rest continues, and nothing outlives its parent."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ class Member:
 
 
 class Crew:
-    """Members that live through the tests of this file; who was killed is replaced."""
+    """Members that are shared by the tests of this file; killed ones are replaced."""
 
     def __init__(self) -> None:
         self._members: list[Member] = []
@@ -129,7 +129,7 @@ def crew() -> Iterator[Crew]:
 
 
 def survive(crew: Crew, kind: str, survivors: list[Member], sums: list[Future[dict[str, Any]]], reason: str) -> None:
-    """A notice says what happened: the sums end, and the survivors form anew and go on."""
+    """Checks that, after a notice of `reason`, the sums end and the survivors form anew and continue."""
     for member in survivors:
         member.tell("abandon", reason=reason)
     for answer in sums:
@@ -152,7 +152,7 @@ def start_sums(members: list[Member]) -> list[Future[dict[str, Any]]]:
 
 @pytest.mark.parametrize(("kind", "hangs"), [("gloo", False), ("baby_gloo", False), ("baby_gloo", True)])
 def test_a_member_is_killed_inside_a_collective(crew: Crew, kind: str, hangs: bool):
-    """And no child outlives its trainer, not even one that hangs."""
+    """No child outlives its trainer, not even one that hangs."""
     members = crew.three()
     processes = crew.form(kind, members)[1]
     handles = [os.pidfd_open(pid) for pid in processes.values() if pid]
@@ -206,7 +206,7 @@ def is_forked(child: Child) -> bool:
 
 
 def test_what_a_scheduler_sends_to_every_process_ends_no_child(fork_server: ForkServer):
-    """From its first moment: the fork server still imports torch when the signals come."""
+    """The fork server ignores the signals from its first moment: it still imports torch when they come."""
     fork_server.warm()
     for number in LAUNCHER_SIGNALS:
         os.kill(fork_server.pid, number)
@@ -240,7 +240,7 @@ def test_a_child_that_fails_shows_why_and_what_a_fork_server_lacks_is_said(
 
 
 def test_a_fork_server_that_is_stopped_is_ended_and_another_started(fork_server: ForkServer):
-    """As by a debugger, or a machine that freezes what is idle: it does not answer, and who waits for it waits in a step."""
+    """A debugger, or a machine that freezes idle processes, stops it: it does not answer, and its caller waits within a step."""
     fork_server.prepare()
     at = fork_server.pid
     os.kill(at, signal.SIGSTOP)

@@ -94,7 +94,7 @@ def every_operation(kind: str) -> None:
     gloo = "gloo" in kind
 
     def given(by: int, *shape: int) -> torch.Tensor:
-        """What a rank gives: its own, exact in fp32."""
+        """Returns the values that a rank contributes: its own, exact in fp32."""
         count = torch.Size(shape or (4,)).numel()
         return ((torch.arange(count) + 1.0) * 10**by).view(shape or (4,)).to(to)
 
@@ -358,7 +358,7 @@ def test_an_operation_has_a_limit(pool: Pool, kind: str):
 
 
 def starts_in_any_order(kind: str) -> None:
-    """Members are threads of this one process. By seed: how many, in which order, and who pauses before it comes."""
+    """Members are threads of this one process. The seed decides their number, their order, and their pauses before the start."""
     store, stand = serve(), []
     groups = [make(kind) for _ in range(5)]
     for seed in range(20):
@@ -393,8 +393,8 @@ def test_starts_in_any_order_all_form(pool: Pool, kind: str):
 
 
 def forms_anew(kind: str, times: int, address: str) -> tuple[list[int], list[int], float]:
-    """What this process has early and late (descriptors, threads, children, generations and whatever belongs to one), and the MiB by which
-    it has grown in between. The store is another's: it closes when it likes."""
+    """Returns early and late counts of this process (descriptors, threads, children, generations and their objects), and the MiB by which
+    it has grown in between. The store is another process's, which may close it at any time."""
     group = make(kind)
     rank = dist.get_rank()
     early, memory = list[int](), 0.0
@@ -457,7 +457,7 @@ def children() -> int:
 
 
 def parents_of_all() -> dict[int, int]:
-    """By process that lives."""
+    """Returns the parent of each live process, by pid."""
     parents = {}
     for folder in Path("/proc").glob("[0-9]*"):
         try:

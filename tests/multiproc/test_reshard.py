@@ -1,4 +1,4 @@
-"""What one layout saves every other one takes up, weights and optimizer, bit for bit by name; then it trains on as if alone."""
+"""A state saved by one layout is loaded by every other one, weights and optimizer, bit for bit by name; training continues as if alone."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def meta_model(vocab_size: int, n_layers: int = 2) -> llama.Llama:
 
 
 class Place:
-    """What a loader of a stream keeps: the place of this rank's share, which all ranks that see the same sequences know."""
+    """The state of a loader of a stream: the place in this rank's share, known to all ranks that see the same sequences."""
 
     def __init__(self, coordinate: MeshCoordinate, of: int) -> None:
         self.key, self.place = f"rank {coordinate.dp_rank} of {of}", ""
@@ -120,7 +120,7 @@ class Run:
         self.checkpointer = Checkpointer(CheckpointConfig(**settings), folder, self.states, log=self.log)
 
     def train(self, steps: int) -> list[float]:
-        """Mean losses. The batch is that of the cursor, whatever the layout."""
+        """Trains, and returns the mean losses. The batch is that of the cursor, in every layout."""
         losses = []
         for _ in range(steps):
             [position] = self.manager.begin_step().slots
@@ -136,7 +136,7 @@ class Run:
         return losses
 
     def everything(self) -> dict[str, Any]:
-        """What this rank holds a part of, whole, by name."""
+        """Returns all values of which this rank holds a part, unsharded, by name."""
         return {
             f"{state}.{name}": value.full_tensor().clone()
             if isinstance(value, DTensor)
@@ -241,7 +241,7 @@ def test_what_is_excluded_may_be_on_one_rank_alone(pool: Pool, tmp_path: Path, n
 
 
 def refusal(folder: Path, parallelism: ParallelismConfig, vocab_size: int, n_layers: int) -> str:
-    """Without the folder's name."""
+    """Returns the message of the refusal, without the folder's name."""
     with pytest.raises(ValueError) as error:
         Run(folder, parallelism, vocab_size, n_layers).checkpointer.load()
     return str(error.value).partition("does not fit this run: ")[2]
@@ -275,7 +275,7 @@ def create_state_on_rank_0(folder: Path) -> list[str]:
 
 
 def test_a_rank_creates_the_state_of_muon_alone(pool: Pool, tmp_path: Path):
-    """As in a heal, in which each rank takes the state of its own shards, at its own time."""
+    """A rank needs no other one, as in a heal, in which each rank takes the state of its own shards, at its own time."""
     names, none = pool.run(2, create_state_on_rank_0, tmp_path)
     assert "state.layers.0.attention.wq.weight.momentum_buffer" in names and not none
 
@@ -287,7 +287,7 @@ def save_places(folder: Path, parallelism: ParallelismConfig) -> None:
 
 
 def load_place(folder: Path, parallelism: ParallelismConfig) -> tuple[int, str]:
-    """Which sequences this rank sees, and where it goes on in them; or why it cannot."""
+    """Returns this rank's dp_rank, and its place in the stream or the reason of the refusal."""
     run = Run(folder, parallelism, 61, streamed=True)
     try:
         run.checkpointer.load()

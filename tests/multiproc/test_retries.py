@@ -51,7 +51,7 @@ FAILURES = {1: "before the last bucket", 2: "behind the last bucket", 3: "of one
 
 @dataclass
 class Trained:
-    """What one rank of one group saw."""
+    """The observations of one rank of one group."""
 
     # their digest after each step; of a mixture also that of their averages
     weights: list[str] = field(default_factory=list)
@@ -117,7 +117,7 @@ def trained(lighthouse: str, schedule: str, failures: dict[int, str], sizes: lla
 
 
 def join_group() -> tuple[str, int, PrefixStore]:
-    """This worker's default group becomes that of its replica group alone, as a launcher would have made it."""
+    """Makes this worker's default group that of its replica group alone, as a launcher would have made it."""
     rank, (host, _, port) = dist.get_rank(), server().rstrip("/").partition(":")
     dist.destroy_process_group()
     name, group_rank = "ab"[rank // 2], rank % 2
@@ -153,7 +153,7 @@ def forward_backward(manager: Manager, parallel: Parallelized, slot: int) -> Non
 
 
 def fail(manager: Manager, how: str, *, first: bool) -> None:
-    """The attempt whose forward and backward have run comes to nothing, so that no group holds its sums."""
+    """Makes the attempt whose forward and backward have run fail, so that no group holds its sums."""
     wait, attempt = manager.gradients.wait, manager.machine.attempt_id
 
     def in_vain() -> tuple[float, ...]:

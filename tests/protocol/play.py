@@ -151,11 +151,11 @@ class Player:
         return self.say(getattr(m, name)(*given, **named))
 
     def state(self) -> tuple[str, ...]:
-        """What a reader wants to know of the machine beside its effects, in parts, of which those are told that have changed."""
+        """Returns the state of the machine that a reader needs beside its effects, in parts; only changed parts are shown."""
         raise NotImplementedError
 
     def told(self) -> list[str]:
-        """What the last command brought."""
+        """Returns the effects of the last command, as text."""
         return [show(effect) for effect in self.effects]
 
     def command(self, line: str) -> list[str]:
@@ -261,7 +261,7 @@ class LighthousePlayer(Player):
     def watch(
         self, *, until: float, waits: str = "", hangs: str = "", beats: str = "", every: float = 1, **more: Any
     ) -> Iterator[str]:
-        """Until a member is lost: each second `waits` report that they wait in the step's sums, `hangs` that they do not, and `beats` only
+        """Reports each second until a member is lost: `waits` as waiting in the step's sums, `hangs` as not waiting; `beats` only
         beat, under `id`. `ahead`: those of them that wait in the next sums already. `repeats`: those whose report is of the quorum before,
         in which they launched 100 attempts."""
         lost = set(self.machine.roster.lost)
@@ -278,7 +278,7 @@ class LighthousePlayer(Player):
             yield from self.tick(until=round(self.now_s + every, 1))
 
     def sits_out(self, replica_id: str) -> Iterator[str]:
-        """Why a group is kept out."""
+        """Yields the reason why a group is kept out, or "no"."""
         yield self.machine.roster.why_it_sits_out(replica_id) or "no"
 
     def limits(self) -> Iterator[str]:
@@ -430,7 +430,7 @@ class RankPlayer(Player):
             self.say(m.Outcome(kind, *self.keys[kind], verdict, **more))
 
     def reduced(self, *tail: float, outcome: str = "", **more: Any) -> None:
-        """The sums of the newest reduction have arrived. outcome, here and below: the group's outcome follows, and brings what is told."""
+        """Delivers the sums of the newest reduction. outcome, here and below: the group's outcome, which follows."""
         self.say(m.Reduced(*self.keys["sums"], tuple(map(float, tail))))
         self.outcome("commit", outcome, **more)
 
@@ -449,12 +449,12 @@ class RankPlayer(Player):
             self.compute()
 
     def next(self) -> None:
-        """To the reduction of the next step."""
+        """Continues to the reduction of the next step."""
         self.say(m.Begin())
         self.compute()
 
     def finish(self, *tail: float, change: bool = False) -> None:
-        """From the forward to the commit; tells the last effects alone."""
+        """Runs from the forward to the commit; shows the last effects alone."""
         self.compute()
         self.reduced(*(tail or (10, 10, 50, 2, 0)), outcome="yes", change=change)
 
@@ -500,8 +500,8 @@ def source_state(step: int = 5, *, of: str = "b") -> dict[str, Any]:
 def formed(
     names: str, kind: str = "pharos", *, waits: str = "", lost: str = "", fingerprint: m.Fingerprint = (), **config: Any
 ) -> LighthousePlayer:
-    """A job whose members are `names`, all at step 0 of one quorum. Since then `waits` have called, and wait to come in; the connections of
-    `lost` broke."""
+    """Returns a job whose members are `names`, all at step 0 of one quorum. Since then `waits` have called, and wait for admission;
+    the connections of `lost` broke."""
     player = LighthousePlayer(kind, **{**config, "min_replicas": len(names)})
     player.call(*names, fingerprint=fingerprint)
     player.config(**{"min_replicas": 1, **config})
@@ -619,7 +619,7 @@ WIDTH = 136
 
 
 def _filled(told: list[str]) -> list[str]:
-    """As many outcomes in a line as fit."""
+    """Packs outcomes into lines of at most WIDTH."""
     lines = list[str]()
     for text in told:
         if lines and len(lines[-1]) + len(text) < WIDTH:

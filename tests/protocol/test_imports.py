@@ -25,7 +25,7 @@ def test_importing_the_protocol_brings_in_nothing_but_the_standard_library():
 
 
 def _always() -> set[str]:
-    """What dataclasses, typing and the like bring along by themselves."""
+    """Returns the modules that dataclasses, typing and the like import by themselves."""
     program = "import sys, dataclasses, enum, hashlib, itertools, typing; print(*sys.modules)"
     run = subprocess.run([sys.executable, "-I", "-S", "-c", program], capture_output=True, text=True, timeout=50)
     return {name.partition(".")[0] for name in run.stdout.split()}

@@ -1,4 +1,4 @@
-"""The data's book-keeping: each slot in exactly one commit, whoever dies."""
+"""The book-keeping of the data: each slot is in exactly one commit, whichever groups die."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ def test_fingerprint_mismatches(fingerprints: str, holders: tuple[int, ...], fou
 
 
 def test_a_state_file_without_a_layout_gets_the_first_members():
-    """Of an earlier version."""
+    """The state file is of an earlier version."""
     ours, other = (("layout", "1"), ("lr", "1")), (("layout", "2"), ("lr", "1"))
     data = asdict(formed("ab", fingerprint=ours).machine.saved)
     del data["quorum"]["fingerprint"]
@@ -80,7 +80,7 @@ def test_members_that_stay_keep_their_id_over_a_restart_that_leaves_some_out():
 
 
 def test_whoever_reports_an_older_quorum_than_another_does_is_told_that_it_is_over():
-    """It waits in that one, and its own members are in the newer (seed 5034)."""
+    """The group waits in the older quorum, and its own members are in the newer (seed 5034)."""
     older = formed("abc").machine.quorum
     newer = replace(older, quorum_id=older.quorum_id + 1, members=older.members[:2])
     again = LighthousePlayer(recover=True)
@@ -330,7 +330,7 @@ sayings = st.one_of(
 )
 @settings(max_examples=100)
 def test_the_counts_that_the_rules_look_at_are_those_of_a_count_anew(said: list[tuple[m.Event, float]], least: int):
-    """They are kept up to date one id at a time; here they are counted from what is known of each, after every event."""
+    """The counts are updated one id at a time; here all are computed anew after every event, and compared."""
     player = LighthousePlayer(min_replicas=least, join_timeout_s=2.0)
     for event, pause_s in said:
         player.now_s += pause_s

@@ -83,7 +83,7 @@ def _fill(folder: Path, pins: Sequence[str], built: Sequence[str]) -> None:
 
 
 def _why(errors: str) -> str:
-    """Of pip's words the last, and what they mean: without a network it says that no version was found, too."""
+    """Returns pip's last error, and its cause: without a network, pip also reports that no version was found."""
     last = next((line for line in reversed(errors.splitlines()) if line.startswith("ERROR")), errors.strip()[-200:])
     unreached = any(word in errors for word in ("Retrying", "onnection", "timed out", "ProxyError", "SSLError"))
     where = f"CPython {sys.version_info[0]}.{sys.version_info[1]} on {sys.platform}"

@@ -141,7 +141,7 @@ GOOD = {"Authorization": f"Bearer {TOKEN}"}
     [None, "", "Bearer", f"Bearer {TOKEN}x", f"Bearer {TOKEN[:-1]}", f"bearer {TOKEN}", TOKEN, "Bearer \xff\xfe"],
 )
 def test_no_page_without_the_token(running: Running, path: str, word: str | None):
-    """Not even whether there is one. latin-1 is what urllib sends, so \\xff arrives as a byte that is no UTF-8."""
+    """The answer does not even reveal whether a page exists. urllib sends latin-1, so \\xff arrives as a byte that is no UTF-8."""
     assert running.get(path, **({} if word is None else {"Authorization": word})) == (401, "this job has a token\n")
 
 
@@ -204,7 +204,7 @@ def _open_files() -> int:
 
 @pytest.mark.skipif(_open_files() < IDLE + 500, reason="this user may not open 5,000 files (ulimit -Hn)")
 def test_thousands_of_idle_connections(running: Running):
-    """They say nothing. The server answers the others, and its memory does not run away."""
+    """Idle connections send nothing. The server answers the others, and its memory grows by less than 200 MB."""
     before_mb, idle = running.rss_mb, []
     try:
         for door, count in ((running.page, page_server.MAX_CONNECTIONS * 3), (running.address, IDLE)):
@@ -223,7 +223,7 @@ def test_thousands_of_idle_connections(running: Running):
 
 
 def test_a_low_file_limit_is_said_and_kept_to(tmp_path: Path):
-    """600 files: 88 connections, and not one more; those that there are go on being served."""
+    """A limit of 600 files allows 88 connections and no more; existing ones are served as before."""
     one = Running(tmp_path, files=600)
     assert "at most 88 connections: the limit of open files (ulimit -n) is 600" in one.errors.read_text()
     wire = Wire(one.address)
@@ -337,7 +337,7 @@ def test_thousands_call_at_once_while_the_loop_is_busy():
 
 
 def test_a_stream_whose_reader_is_too_slow_is_dropped_with_the_reason(lighthouse: LighthouseServer):
-    """It sends and does not read, so beats' answers pile up; gRPC itself holds no more than a small window of them here."""
+    """The client sends and does not read, so answers to beats pile up; gRPC itself buffers no more than a small window of them here."""
     place = lighthouse.address().removeprefix("http://")
     options = [("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 1024)]
     channel = grpc.insecure_channel(place, options=options)
@@ -389,7 +389,7 @@ def test_what_waits_is_bounded_in_bytes():
 
 
 def test_torchft_is_refused_by_a_job_of_ours(lighthouse: LighthouseServer):
-    """Its beats, too: the sender is told, nobody else, and the job does not count it."""
+    """The beats are refused, too: only the sender is notified, and the job does not count it."""
     wire = Wire(lighthouse.address())
     ours = [wire.pharos(m.Call(m.Member(i))) for i in ("a:1", "b:1")]
     assert quorum_of(ours[0]).ids == ("a:1", "b:1")
@@ -435,7 +435,7 @@ def test_the_token_is_compared_whole_and_in_constant_time():
 
 
 def test_who_waits_when_it_stops_is_told():
-    """And nobody is lost by it: the ends of their streams are the server's doing. Its port is free again."""
+    """Callers get UNAVAILABLE, and none is lost: the server itself ends their streams. Its port is free again."""
     events: list[m.Event] = []
     lighthouse = LighthouseServer(
         "127.0.0.1:0", 2, quorum_tick_ms=10, observer=lambda _, event, out: events.append(event)

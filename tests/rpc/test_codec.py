@@ -71,7 +71,7 @@ def _example(hint: Any, number: int) -> Any:
 
 
 def test_the_bytes_on_the_wire_are_those_of_earlier_releases():
-    """SHA-256 of each message, all fields filled but those that later releases added, whose default adds no byte. A process of an earlier
+    """SHA-256 of each message, all fields filled except those of later releases, whose default adds no byte. A process of an earlier
     release may be at the other end: never renew these."""
     added: dict[Any, dict[str, Any]] = {m.Call: {"epoch": ""}, m.Report: {"quorum_id": 0}}
     words = {word.__name__: replace(_example(word, 0), **added.get(word, {})) for word in WORDS}
@@ -108,7 +108,7 @@ def test_of_a_member_torchft_knows_nine_fields(member: m.Member):
 
 @given(st.builds(m.Call, member=members))
 def test_a_word_that_was_read_is_like_one_that_was_made(call: m.Call):
-    """It is put together without its __init__, which is slow: as if it had been through it, in all that can be seen of it."""
+    """A message is decoded without its __init__, which is slow: the result is indistinguishable from a constructed one."""
     call = replace(call, kind="pharos")
     theirs = codec.call_from_torchft(codec.torchft_member(call.member))
     for read in (codec.from_message(m.Call, codec.to_message(call)), theirs):
@@ -130,7 +130,7 @@ def test_texts_are_bounded_each_by_its_own_length():
 
 @pytest.mark.parametrize("reason", ["x" * 5000, "x" * codec.MAX_REASON, "no file caf\udce9"])
 def test_a_reason_is_sent_as_it_can_be_read(reason: str):
-    """It may name a thousand members, or a file whose name is no UTF-8; a vote that is refused for it would end its group."""
+    """A reason may name a thousand members, or a file whose name is no UTF-8; a vote that is refused for it would end its group."""
     vote = m.Vote(0, "commit", 1, 0, 0, "failed", reason=reason)
     read = codec.from_bytes(m.Vote, codec.to_message(vote).SerializeToString())
     assert read.reason == reason[: codec.MAX_REASON].replace("\udce9", "?")
@@ -145,7 +145,7 @@ def test_a_reason_is_sent_as_it_can_be_read(reason: str):
 
 
 def test_a_quorum_whose_state_nobody_holds_is_not_believed():
-    """There would be no store to meet at, and nobody to heal from: its members' servers would end."""
+    """Such a quorum has no store to meet at and no source of a heal: its members' servers would end."""
     quorum = _quorum(7)
     assert codec.quorum_from(codec.to_message(quorum)) == quorum
     with pytest.raises(ValueError, match="quorum 4: none of its members has the reference state of step 8"):
@@ -181,7 +181,7 @@ def test_another_static_quorum_has_another_id(change: dict[str, object]):
 
 
 def test_another_layout_has_another_static_quorum():
-    """Whoever holds the short answer's static quorum must report the job's own layout to the next lighthouse."""
+    """A holder of the short answer's static quorum must report the job's own layout to the next lighthouse."""
     quorum = _quorum(7)
     static_quorum = codec.StaticQuorum.of(quorum)
     other = replace(quorum, fingerprint=(("layout", "2"),))

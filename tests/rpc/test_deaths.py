@@ -1,4 +1,4 @@
-"""Who dies, stops or restarts, with real processes and signals: the others hear of it, and nobody else is hurt."""
+"""Real processes die, stop or restart, by real signals: the others get notices, and nobody else is hurt."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_a_killed_server_is_told_to_a_rank_of_another_group():
 
 
 def test_a_trainer_that_is_stopped_counts_as_silent():
-    """Its server lives and would beat: only the trainer does not run. When it goes on, its group is under another id."""
+    """The group's server lives and would beat, but its trainer does not run. After SIGCONT its group is under another id."""
     times = m.Timeouts(beat_s=0.1, heartbeat_timeout_s=4)
     server = LighthouseServer("127.0.0.1:0", 2, quorum_tick_ms=10, heartbeat_timeout_ms=4000)
     groups = [GroupServerProcess(Settings(f"{name}:1", 1, server.address(), times=times)) for name in "ab"]

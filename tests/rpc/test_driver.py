@@ -83,7 +83,7 @@ def test_an_effect_may_feed_and_its_effects_come_last():
 
 @pytest.mark.parametrize("late", [False, True])
 def test_a_fault_of_ours_ends_the_run_whoever_fed_it(late: bool):
-    """And nothing else does. late: the interpreter is about to end, and no thread can be started."""
+    """Only a fault of ours ends the run. late: the interpreter is about to end, and no thread can be started."""
 
     async def story() -> None:
         if late:
@@ -172,7 +172,7 @@ DAMAGED: list[Callable[[dict[str, Any]], Any]] = [
 
 @pytest.mark.parametrize("damage", DAMAGED)
 def test_a_value_of_a_wrong_type_or_range_is_no_state_file(tmp_path: Path, damage: Callable[[dict[str, Any]], Any]):
-    """Or it would end the lighthouse, at its start or at the first call."""
+    """The value is refused at the read: it would end the lighthouse, at its start or at the first call."""
     path = tmp_path / "state.json"
     quorum = m.Quorum(1, (m.Member("a:1", step=2, restored=0),), (2, 1, "c"), "e", (("layout", "x"),))
     saved = m.PersistentState("e", 7, 2, "pharos", quorum, m.JobLimits(takeover_s=None))
@@ -232,7 +232,7 @@ def test_the_same_id_is_written_later_and_at_the_latest_at_the_end(tmp_path: Pat
 
 
 def test_who_starts_on_a_full_disk_takes_over_all_the_same(tmp_path: Path):
-    """Else the job would stand for as long as the disk is full: commits wait for a lighthouse that answers."""
+    """A full disk does not stop a takeover: commits wait for a lighthouse that answers."""
     path = tmp_path / "state.json"
     state_file.write(path, SAVED, first := state_file.acquire(path))
 
@@ -362,7 +362,7 @@ def test_what_may_wait_does_not_pile_up_before_a_disk_that_hangs(tmp_path: Path)
 
 @pytest.mark.parametrize("failing", ["full", "slow"])
 def test_a_disk_that_fails_holds_back_no_quorum_whose_id_is_reserved(tmp_path: Path, failing: str):
-    """And whoever starts from what is on it gives out none of those ids."""
+    """A lighthouse that starts from the file on the disk assigns none of the reserved ids."""
     path, goes_on = tmp_path / "state.json", threading.Event()
     goes_on.set()
 
@@ -392,8 +392,8 @@ def test_a_disk_that_fails_holds_back_no_quorum_whose_id_is_reserved(tmp_path: P
 
 
 def test_one_that_was_stopped_in_a_write_takes_no_id_back(tmp_path: Path):
-    """Before each of its words another lighthouse acquires the file, and counts on. What the first had on disk, and may have answered, the
-    other has read; later the first writes no more."""
+    """Another lighthouse acquires the file, and increments the id, before each operation of the first one's write. It has read every id
+    that the first had on disk, and may have answered; later the first writes no more."""
     outcomes = []
     for stopped_at in count():
         path = tmp_path / str(stopped_at) / "state.json"
@@ -434,7 +434,7 @@ FILE_WORDS = ("open", "fsync", "replace", "rename", "unlink")
 
 
 def test_who_was_replaced_ends_with_what_it_would_write(tmp_path: Path):
-    """At once, or with the next, where nobody waits for the disk."""
+    """A replaced lighthouse ends with its next write, or with the one after it where nobody waits for the disk."""
     path = tmp_path / "state.json"
 
     async def story(state_writer: state_file.StateFileWriter) -> None:
@@ -569,7 +569,7 @@ def test_a_deadline_is_told_a_little_before_it_comes_and_not_earlier(swept: bool
 
 
 class Deaf:
-    """A stream whose reader takes nothing and says nothing."""
+    """A stream whose reader receives nothing and sends nothing."""
 
     async def write(self, message: bytes) -> None:
         await asyncio.Event().wait()
@@ -581,7 +581,7 @@ class Deaf:
 
 @pytest.mark.parametrize(("message", "most"), [(b"x", OUTBOX), (bytes(OUTBOX_BYTES // 4), 4)])
 def test_a_reader_that_lags_too_far_behind_loses_its_stream(message: bytes, most: int):
-    """By the number of messages, or by their bytes."""
+    """The limit is a number of messages or of bytes."""
 
     async def story() -> None:
         made: asyncio.Future[Outbox] = asyncio.get_running_loop().create_future()

@@ -1,4 +1,4 @@
-"""What a group is told before it has joined: whether there is a lighthouse, whose wire it speaks, and whether it takes the token."""
+"""A group's first contact, before it joins: the presence of a lighthouse, its wire, and a refused token."""
 
 from __future__ import annotations
 

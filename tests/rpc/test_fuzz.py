@@ -1,4 +1,4 @@
-"""Anything may arrive at any RPC. Each is answered with a status that means something, within bounds, and the server goes on.
+"""Arbitrary bytes to every RPC. Each call is answered with a meaningful status, within bounds, and the server continues.
 
 The RPCs are read from the .proto files' descriptors, so one that is added there is fuzzed, or its test fails.
 """
@@ -148,7 +148,7 @@ class GroupServer:
 
 
 class House:
-    """A lighthouse whose job has begun."""
+    """A lighthouse with a job that has begun."""
 
     def __init__(self, path: str, call: bytes) -> None:
         self._server = LighthouseServer("127.0.0.1:0", 1, quorum_tick_ms=10)
@@ -172,7 +172,7 @@ def servers() -> Iterator[dict[str, Any]]:
 
 
 def test_every_rpc_is_served(servers: dict[str, Any]):
-    """And nothing else is: a route that no .proto file names would be fuzzed by nobody."""
+    """No other RPC is served: a route that no .proto file names would not be fuzzed."""
     assert {path.split("/")[1] for path in RPCS} == set(SERVED_BY)
     for path in RPCS:
         for name, server in servers.items():
@@ -183,7 +183,7 @@ def test_every_rpc_is_served(servers: dict[str, Any]):
 
 
 def test_no_rpc_without_the_token_and_none_of_any_size():
-    """What the lighthouse and a group's server share: each RPC by the wrong hands, and by the right ones but too large."""
+    """The lighthouse and a group's server refuse each RPC without the right token, and, with it, calls that are too large."""
     token = "0123456789abcdef"
     lighthouse = LighthouseServer("127.0.0.1:0", 1, token=token)
     group = GroupServer(lighthouse.address(), access=Access(token), host="127.0.0.1")

@@ -45,7 +45,7 @@ R = TypeVar("R")
 
 
 class Client(GroupClient):
-    """Keeps what its server says of waits."""
+    """A client that keeps the server's Waits messages."""
 
     def __init__(self, address: str, group_rank: int) -> None:
         super().__init__(address, group_rank)
@@ -152,7 +152,7 @@ def test_a_lost_group_returns_under_a_new_id_and_a_clean_one_leaves(team: Callab
 
 
 def test_a_rank_that_dies_takes_its_group_along(team: Callable[..., Team]):
-    """Also if a child that it has forked lives on, with its end of the stream."""
+    """The group ends even if a child that the rank has forked lives on, with its end of the stream."""
     a = team("a")
     program = (
         f"import os, sys, threading; sys.path.insert(0, {str(ROOT)!r})\n"
@@ -224,7 +224,7 @@ def test_bad_words_from_a_rank_are_refused(team: Callable[..., Team]):
 def test_a_report_that_the_lighthouse_would_refuse_is_refused_here(
     team: Callable[..., Team], report: pharos_pb2.Report, said: str
 ):
-    """Or the group would lose its stream, and be lost, for what one rank said."""
+    """The report of one rank would cost the group its stream, and so the group."""
     wire = Wire(team("a").server.address)
     up = [pharos_pb2.RankUp(hello=pharos_pb2.RankHello(group_rank=1)), pharos_pb2.RankUp(report=report)]
     call = wire.channel.stream_stream("/pharos.Group/Watch")(iter([one.SerializeToString() for one in up]))
@@ -234,7 +234,7 @@ def test_a_report_that_the_lighthouse_would_refuse_is_refused_here(
 
 
 def test_a_fault_of_ours_ends_the_group_and_is_said(caplog: pytest.LogCaptureFixture):
-    """In whatever task: one that died unseen would leave ranks waiting for ever."""
+    """A failure of any task ends the group: a task that died unseen would leave ranks waiting for ever."""
 
     async def story() -> None:
         service, ended = service_and_end()
@@ -251,7 +251,7 @@ def test_a_fault_of_ours_ends_the_group_and_is_said(caplog: pytest.LogCaptureFix
 
 
 def test_a_late_vote_fails_no_call_for_a_quorum():
-    """Of the same rank: what is refused is the vote."""
+    """The vote is refused; the same rank's call for a quorum waits on."""
 
     async def story() -> None:
         service, _ = service_and_end(2)
@@ -308,7 +308,7 @@ def test_a_request_that_waits_for_other_groups_is_no_failed_try(connection: Any)
 
 
 def _streaming(handle: Callable[[Any], Any]) -> tuple[Any, int]:
-    """A server whose streams are all served by `handle`, and its port."""
+    """Returns a server whose streams are all served by `handle`, and its port."""
 
     class Streams(grpc.GenericRpcHandler):  # type: ignore[misc]
         def service(self, details: Any) -> Any:
@@ -324,7 +324,7 @@ def _streaming(handle: Callable[[Any], Any]) -> tuple[Any, int]:
 
 
 def test_who_beats_goes_on_when_the_stream_is_replaced_under_a_beat():
-    """grpc cancels whoever writes into a call that is cancelled. A group whose beats end unseen is lost again and again."""
+    """grpc cancels the task of a write into a cancelled call. A group whose beats ended unseen would be lost again and again."""
 
     async def story() -> None:
         over = asyncio.Event()
@@ -354,7 +354,7 @@ def test_who_beats_goes_on_when_the_stream_is_replaced_under_a_beat():
 
 
 def test_a_stream_that_breaks_before_its_hello_is_opened_again():
-    """While the last beat of the one before is still on its way; the group goes on."""
+    """The last beat of the former stream is still on its way; the group continues."""
 
     async def story() -> None:
         tries, again = [], asyncio.Event()
@@ -397,7 +397,7 @@ def test_a_stream_that_is_opened_again_names_the_newest_quorum_and_its_epoch():
 
 
 def test_a_word_that_cannot_be_read_is_passed_over():
-    """Of another version, by both ends: what comes after it is heard, and the stream stays open."""
+    """Both ends skip a message of another version: later messages arrive, and the stream stays open."""
     known, strange = m.GenerationAborted(3, "over"), pharos_pb2.Notice()
     down = [pharos_pb2.Down(notice=strange), pharos_pb2.Down(notice=codec.notice_message(known))]
     rank_down = [pharos_pb2.RankDown(notice=strange), pharos_pb2.RankDown(notice=codec.notice_message(known))]
@@ -481,7 +481,7 @@ def test_a_server_listens_at_the_address_of_its_group_only(lighthouse: Lighthous
 
 
 def test_the_server_dies_with_whoever_started_it(lighthouse: LighthouseServer):
-    """Once by the kernel's signal (started from the main thread, and a forked worker holds the pipe open), once by the pipe's end."""
+    """The server dies by the kernel's signal (start from the main thread; a forked worker holds the pipe open), or by the pipe's end."""
     program = f"""
 import os, sys, threading, time; sys.path.insert(0, {str(ROOT)!r})
 from ft.rpc.clients import GroupServerProcess
@@ -590,7 +590,7 @@ def test_torchfts_lighthouse_gets_no_heartbeat_of_a_stopped_trainer():
 
 
 def test_the_name_of_a_trainer_that_was_killed_and_cannot_die_gets_free():
-    """It waits for a file server that is away; the server is its child and would beat for as long."""
+    """The trainer waits for a file server that is away; the server is its child and would beat for as long."""
 
     async def ends() -> str:
         service, over = service_and_end(times=m.Timeouts(beat_s=0.01, heartbeat_timeout_s=0.05))
@@ -678,7 +678,7 @@ def test_reports_of_ranks_come_to_one():
 
 
 def test_a_rank_whose_report_is_of_an_older_quorum_is_not_waited_for_others():
-    """It may hang since. A rank of an older version names no quorum, and counts as before."""
+    """The rank may have hung since. A rank of an older version names no quorum, and counts as before."""
     ranks, word = RankReports(2), pharos_pb2.Report
     ranks.begin_quorum(1)
     for rank in range(2):

@@ -1,4 +1,4 @@
-"""What the lighthouse does per caller, and what it keeps: counted, not timed. Figures in time are of bench/quorum.py."""
+"""The lighthouse's work and memory per caller: counted, not timed. bench/quorum.py measures time."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_an_event_costs_the_same_whether_there_are_ten_groups_or_a_thousand(kind
 
 
 def entries(*owners: object) -> dict[str, int]:
-    """How much there is in each of their collections."""
+    """Returns the length of each non-empty collection among the attributes of `owners`."""
     return {
         name: len(value)
         for owner in owners

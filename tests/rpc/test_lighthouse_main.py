@@ -133,7 +133,7 @@ def test_from_start_to_end_with_token_page_and_state(tmp_path: Path):
 
 
 def test_a_stderr_that_nobody_reads_holds_up_no_call_and_no_end(tmp_path: Path):
-    """Messages that do not fit are dropped, and their number is told once somebody reads again."""
+    """Messages that do not fit are dropped, and their number is written once the pipe is read again."""
     os.mkfifo(path := tmp_path / "stderr")
     reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # does not wait for a writer
     filler, writer = os.open(path, os.O_WRONLY | os.O_NONBLOCK), os.open(path, os.O_WRONLY)
@@ -206,7 +206,7 @@ def test_one_that_was_stopped_wakes_and_ends(tmp_path: Path):
 
 
 def test_a_start_that_cannot_listen_takes_nothing_over(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    """The same command twice: the first one goes on."""
+    """The same command runs twice: the first process continues."""
     state = tmp_path / "state.json"
     owner = state_file.acquire(state)
     with closing(socket.create_server(("127.0.0.1", 0))) as first:

@@ -295,7 +295,7 @@ def test_without_a_token_only_this_machine_reaches_it():
 
 
 def test_who_waits_for_the_disk_is_told_so(house: Any, tmp_path: Path):
-    """Else it would hear that all had called, for as long as the disk is full."""
+    """The caller is told of the disk; otherwise it would read that all had called, for as long as the disk is full."""
     folder = tmp_path / "state"
     folder.mkdir()
     wire = house(state=folder / "state.json").wire()

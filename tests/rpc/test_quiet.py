@@ -84,7 +84,7 @@ print("out", flush=True)
 
 @pytest.mark.parametrize("how", ["leave", "kill", "close", "exit", "lighthouse"])
 def test_a_group_that_ends(tmp_path: Path, how: str):
-    """By leaving, by request, by its ranks' going one by one or all at once, or when the lighthouse has gone before it."""
+    """A group ends by leaving, by request, by the end of its ranks one by one or all at once, or after the end of the lighthouse."""
     lighthouse = LighthouseServer("127.0.0.1:0", 1, quorum_tick_ms=10)
     errors = tmp_path / "errors"
     with errors.open("w") as stderr:

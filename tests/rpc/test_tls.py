@@ -137,7 +137,7 @@ def test_a_group_reaches_the_lighthouse_by_its_environment(
 
 
 def test_what_a_group_cannot_use_is_refused(papers: Papers):
-    """Before anything is connected."""
+    """Unusable settings are refused before anything is connected."""
     https, ca, cert = "https://head:29510", str(papers.folder / "ca.pem"), str(papers.folder / "client.pem")
     for given, said in (
         ({"TORCHFT_LIGHTHOUSE": https}, "TORCHFT_LIGHTHOUSE = https://head:29510: requires PHAROS_TLS_CA: the file"),

@@ -55,7 +55,7 @@ def test_what_torchft_has_no_field_for_travels_as_data():
 
 
 def test_ids_of_quorums_grow_while_a_lighthouse_is_restarted_and_counts_from_one():
-    """They are the same in all members, also in one that knew no quorum, as a smaller or equal id would count as over, or as this one."""
+    """Ids are the same in all members, also in one that knew no quorum, as a smaller or equal id would count as over, or as this one."""
     ids: dict[str, QuorumIds] = {}
 
     def answered(lighthouse_id: int, members: str, failures: int = 0) -> int:

@@ -116,7 +116,7 @@ def test_their_ranks_and_our_group_server(peer: Peer, cleanup: ExitStack):
 
 @pytest.mark.parametrize("whose", ["ours", "theirs"])
 def test_a_rank_that_waits_in_vain(whose: str, peer: Peer, cleanup: ExitStack):
-    """For the other rank of its group, in a quorum or a vote: their client raises TimeoutError, in the words that theirs look for."""
+    """The other rank of the group is missing in a quorum or a vote: the peer's client raises TimeoutError with the expected text."""
     address = our_lighthouse(cleanup, 1)
     if whose == "ours":
         ours = GroupServerProcess(Settings("a", 2, address, "a:1", wire="torchft"))
@@ -139,7 +139,7 @@ def test_our_group_server_and_their_lighthouse(peer: Peer, cleanup: ExitStack):
 
 
 def quorum(torchft: Any, servers: list[str], steps: tuple[int, ...], ranks: int = 2) -> list[dict[str, Any]]:
-    """What each rank of each group, at the step of its group, is told."""
+    """Returns the answer to each rank of each group, at the step of its group."""
     asked = [(server, rank, step) for server, step in zip(servers, steps, strict=True) for rank in range(ranks)]
     answers = together(*(lambda one=one: ask(torchft, *one) for one in asked))
     names = [name for name in dir(answers[0]) if not name.startswith("_")]

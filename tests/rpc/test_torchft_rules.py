@@ -1,4 +1,4 @@
-"""What torchft's servers do, asked of torchft's and of ours: each expectation is proven by the peer itself, then held to.
+"""The behaviour of torchft's servers, tested on torchft's and on ours: the peer itself proves each expectation, which ours then meet.
 
 The lighthouse's rules first, then a group's server: statuses and their words, votes, and (against a lighthouse that answers whatever it
 is told to) the part that each rank gets in any quorum.
@@ -54,12 +54,12 @@ class Groups:
         return heard[0], list(heard[1:])
 
     def until(self, done: Callable[[], bool], *alive: str) -> None:
-        """These go on beating until then; a test that waits for ever is ended from outside."""
+        """Sends beats of `alive` until `done`; a test that waits for ever is ended from outside."""
         while not done():
             self.beat(*alive)
 
     def until_in(self, newcomer: str, *members: str) -> list[Any]:
-        """The members' calls of the round that the newcomer, who has called, is in: its call may arrive after theirs at first."""
+        """Returns the members' calls of the round that includes the newcomer, which has called: its call may arrive later at first."""
         while True:
             calls = [self.call(name) for name in members]
             if newcomer in self.answer(*calls)[1]:
@@ -171,7 +171,7 @@ class Group:
     lighthouse: ScriptedLighthouse
 
     def quorum(self, init_sync: bool = True, timeout_s: float = WAIT_S) -> list[torchft_pb2.ManagerQuorumResponse]:
-        """What each of the two ranks is told."""
+        """Returns the answers to the two ranks."""
         requests = [torchft_pb2.ManagerQuorumRequest(group_rank=rank, init_sync=init_sync) for rank in range(2)]
         calls = [self.wire.begin(f"{MANAGER}Quorum", request.SerializeToString(), timeout_s) for request in requests]
         return [torchft_pb2.ManagerQuorumResponse.FromString(call.result(WAIT_S)) for call in calls]
@@ -259,7 +259,7 @@ def test_a_lighthouse_that_fails_is_asked_again_as_often_as_is_said(whose: str, 
 
 @BOTH
 def test_ranks_are_told_where_no_try_is_left(whose: str, group: Group):
-    """The peer lets them wait for their deadline; ours are told at once."""
+    """The peer lets the ranks wait for their deadline; ours answers at once."""
     group.lighthouse.failures = 1
     limit_s, codes = (WAIT_S, ("UNAVAILABLE",)) if whose == "ours" else (0.5, ("CANCELLED", "DEADLINE_EXCEEDED"))
     assert refused(lambda: group.quorum(timeout_s=limit_s))[0] in codes

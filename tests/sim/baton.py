@@ -33,7 +33,7 @@ class Death(BaseException):
 
 
 class Hang(AssertionError):
-    """No thread can continue, or the run takes too long."""
+    """A run in which no thread can continue, or which takes too long."""
 
 
 class Process:

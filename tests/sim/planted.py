@@ -22,7 +22,7 @@ from tests.simulator.faults import REWINDS
 
 
 class IdsRestart(LighthouseMachine):
-    """torchft's: after a restart quorum ids begin at 1, whatever the state file and the members have."""
+    """torchft's fault: after a restart quorum ids begin at 1, whatever ids the state file and the members hold."""
 
     _newest = 0
 
@@ -50,7 +50,7 @@ class EmptyShrink(LighthouseMachine):
 
 
 class GhostCaller(LighthouseMachine):
-    """torchft's: a group whose request was dropped stays a candidate until the next quorum."""
+    """torchft's fault: a group whose request was dropped stays a candidate until the next quorum."""
 
     def handle(self, event: m.Event, now_s: float) -> m.Out:
         if isinstance(event, m.StreamClosed | m.CallCancelled):
@@ -61,7 +61,7 @@ class GhostCaller(LighthouseMachine):
 
 
 class Forgetful(LighthouseMachine):
-    """After a restart the lighthouse knows the last quorum id, but not its members: a single new group takes the job over."""
+    """The lighthouse knows the last quorum id after a restart, but not its members: a single new group takes the job over."""
 
     def __init__(self, *args: Any, saved: m.PersistentState | None = None, recover: bool = False, **more: Any) -> None:
         super().__init__(*args, saved=replace(saved, quorum=None, settled=0) if saved else None, **more)
@@ -134,7 +134,7 @@ class ChangeIsPrivate(StepMachine):
 
 
 class DeadSlotsAreHoles(Ledger):
-    """With slots_per_step, too, a dead group's slots are left to a later step: the data of a step depends on the live groups."""
+    """A dead group's slots are left to a later step even with slots_per_step: the data of a step depends on the live groups."""
 
     def reassign(self, participants: Sequence[str]) -> None:
         pass
@@ -200,7 +200,7 @@ def with_roster(**rules: Callable[..., Any]) -> Machines:
 
 
 def healthy_without_a_majority(roster: Roster) -> int:
-    """Without rule 5: less than half of the healthy groups may continue."""
+    """Returns a healthy_count without rule 5: less than half of the healthy groups may continue."""
     return min(Roster.healthy_count(roster), max(1, 2 * len(roster.candidates) - 1))
 
 

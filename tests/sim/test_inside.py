@@ -1,4 +1,4 @@
-"""What ranks of one group do to each other: their collectives, and the search for those who wait for ever."""
+"""The interaction of the ranks of one group: their collectives, and the search for ranks that wait for ever."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ VOTE_KEY = (1, 0, 0, "commit")
 
 
 class Ranks:
-    """Of one group: what tests.simulator.inside looks at. `at(rank, wait)` puts a trainer into a wait."""
+    """The ranks of one group, as tests.simulator.inside sees them. `at(rank, wait)` puts a trainer into a wait."""
 
     def __init__(self, size: int) -> None:
         self.world = World(1)

@@ -36,7 +36,7 @@ def told(seed: int, hash_seed: str) -> str:
 
 
 def test_one_seed_is_one_run():
-    """Also when sets of names have another order in memory."""
+    """A seed gives the same run even if sets of names have another order in memory."""
     first = told(7, "1")
     assert len(first.splitlines()) > 200 and first == told(7, "2") != told(8, "1")
 

@@ -209,7 +209,7 @@ def test_a_pair_that_is_cut_hinders_itself_and_all_where_one_cannot_reach_the_st
 
 
 def test_after_a_death_each_survivor_completes_fails_or_hangs():
-    """Not as one: in some seeds one survivor holds the sums and the other does not."""
+    """Survivors may differ: in some seeds one holds the sums and the other does not."""
     fates: set[tuple[str, str]] = set()
     for seed in range(200):
         world, work, processes, got = collective(seed)

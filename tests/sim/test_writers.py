@@ -1,4 +1,4 @@
-"""The role of the writer, by seeds: who saves, and tells the figures, whoever dies and whatever storage does (writers.py).
+"""The role of the writer, by seeds: the group that saves, and reports the figures, whatever dies or fails (writers.py).
 
 PHAROS_SEEDS=40 plays fewer. docs/sim.md has the counts.
 """

@@ -114,7 +114,7 @@ def drawn_in(name: str, drawn: Setting, duration_s: float) -> Setting:
 
 @dataclass
 class Name:
-    """A REPLICA_GROUP_ID, whose group a launcher restarts."""
+    """A REPLICA_GROUP_ID with a launcher that restarts its group."""
 
     name: str
     starts: int = 0

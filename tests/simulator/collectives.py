@@ -49,7 +49,7 @@ class Work:
 
     @property
     def result(self) -> Any:
-        """Of what all gave, by replica rank: the same object for each member, made once."""
+        """Returns the combination of all contributions, by replica rank: the same object for each member, made once."""
         if self.combined is None:
             self.combined = self.combine([self.members[rank].given for rank in range(self.size)])
         return self.combined
@@ -157,7 +157,7 @@ class Collectives:
                 self._spoil(work, member)
 
     def _spoil(self, work: Work, member: Member) -> None:
-        """After a member has gone: sums that were all but there arrive, or an error does, or nothing."""
+        """Ends a collective after a member has gone: nearly complete sums arrive, or an error does, or nothing."""
         fate = self._dice.random()
         if work.running and fate < 0.3:
             self.world.after(self._dice.between(0.0, 0.05), member.process, self._end, work, member, work.result)

@@ -50,7 +50,7 @@ class Harm:
         self.world.seen[f"fault: {fault.kind}"] += 1
 
     def disturbed_until(self, group: GroupNode) -> float:
-        """When it was out of reach for the last time, seconds; before all time where it never was."""
+        """Returns the time in seconds until which the group was last out of reach; -1e9 if it never was."""
         return self._disturbed_s.get(group.process.name, -1e9)
 
     def _hit_lighthouse(self, fault: Fault) -> None:
@@ -120,8 +120,8 @@ class Harm:
             group.nan_attempts = 1 + int(fault.share * 3.5)
 
     def _hang(self, fault: Fault, group: GroupNode, *, kills: bool = False) -> None:
-        """One trainer's thread stops where it is next; in the end it goes on, or is killed. kills: its launcher wants it gone sooner, and
-        nothing comes of that: the process waits for a disk, and its group's server lives with it, while another starts elsewhere."""
+        """Stops one trainer's thread at its next place; in the end it continues, or is killed. kills: its launcher tries to end it
+        sooner, in vain: the process waits for a disk, and its group's server lives with it, while another starts elsewhere."""
         self.disturb(group, fault.lasts_s)
         group.harmed = True
         trainer = group.ranks[int(fault.share * 7) % len(group.ranks)].trainer

@@ -56,7 +56,7 @@ class Inside:
 
 
 def check(group: GroupNode) -> None:
-    """Raises Violation for ranks whose waits nothing ends. Ignores a group with a rank that is stopped, dead or hangs."""
+    """Raises Violation for ranks that wait without end. Ignores a group with a rank that is stopped, dead or hangs."""
     ranks = group.ranks
     processes = [group.process, *(rank.process for rank in ranks)]
     if any(process.stopped or not process.alive for process in processes) or any(r.trainer.hangs for r in ranks):
@@ -70,7 +70,7 @@ def check(group: GroupNode) -> None:
 
 
 def _ends(rank: RankNode, stuck: dict[int, RankNode]) -> bool:
-    """Whether this rank's wait ends, if those others stay where they are."""
+    """Returns whether this rank's wait ends while the ranks in `stuck` stay where they are."""
     trainer, group = rank.trainer, rank.group
     if trainer.waits is None:
         return _machine_goes_on(rank, stuck)

@@ -44,7 +44,7 @@ class Committed:
     begins_branch: bool = False
 
     def chain(self) -> Iterator[Committed]:
-        """This step and those that its weights come from, newest first."""
+        """Yields this step and those that its weights come from, newest first."""
         at: Committed | None = self
         while at is not None:
             if at.begins_branch:
@@ -114,8 +114,8 @@ class Truth:
         self._keeps_history(quorum)
 
     def _goes_on(self, quorum: m.Quorum) -> None:
-        """From the furthest state that a process of the previous quorum holds: what another one holds beyond that was left behind when
-        the previous quorum was formed without it. Where none of those is there, from the furthest of all."""
+        """Checks that the quorum continues from the furthest state of the previous quorum's processes: what others hold beyond it was
+        left behind when the previous quorum was formed without them. Without such a process: from the furthest state of all."""
         states = {m.incarnation_of(x.replica_id): x.state for x in quorum.members if not x.void}
         up_to_date_candidates = [
             states[process] for process in map(m.incarnation_of, self.newest.ids) if process in states
@@ -166,7 +166,7 @@ class Truth:
             )
 
     def assigns(self, rank: RankNode, part: m.QuorumResult, attempt: int) -> None:
-        """What is open of the ledger is the same for all ranks of a group, unless its state is still arriving."""
+        """Checks that the open part of the ledger is the same for all ranks of a group, unless its state is still arriving."""
         assignment = (rank.machine.ledger.assignment_id, rank.step)
         key = (rank.group.process.name, part.epoch, part.quorum_id, part.reference, attempt)
         known = self._assignments.setdefault(key, assignment)
@@ -181,7 +181,7 @@ class Truth:
         self._votes.setdefault((rank.group.process.name, vote.key), {})[rank.group_rank] = vote.verdict
 
     def said(self, group: GroupNode, vote_key: m.VoteKey) -> dict[int, str]:
-        """What the ranks of a group have said on it."""
+        """Returns the verdicts of the ranks of a group on `vote_key`."""
         return self._votes.get((group.process.name, vote_key), {})
 
     def decided(self, group: GroupNode, outcome: m.Outcome) -> None:
@@ -213,7 +213,7 @@ class Truth:
         raise Violation(f"after step {effect.step} {effect.replica_ids or 'all'} are said to hold other weights")
 
     def meets(self, rank: RankNode, part: m.QuorumResult) -> None:
-        """In a collective with other groups."""
+        """Checks that a rank of another layout is in no collective with groups of the job."""
         if not rank.group.fingerprint:
             return
         ours = [i for i in part.members if not self.cluster.names[int(m.name_of(i)[1:])].fingerprint]
@@ -283,7 +283,7 @@ class Truth:
         return record
 
     def _whole(self, record: Committed) -> None:
-        """With slots_per_step a step's data does not depend on who is there; unless one could not use its own."""
+        """Checks that, with slots_per_step, a step's data does not depend on the groups present; unless one could not use its own."""
         count = self.cluster.setting.slots_per_step
         if not count:
             return

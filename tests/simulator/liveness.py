@@ -73,7 +73,7 @@ class Liveness:
         self._since_s, self._extra = self.world.now_s, {}
 
     def check(self) -> None:
-        """Once a second."""
+        """Checks the bounds once a second."""
         able = self._able()
         self._check_heals(able)
         if len(able) < self.cluster.setting.lighthouse.min_replicas:
@@ -138,7 +138,7 @@ class Liveness:
             self._extra["slow steps"] = max(slow_s, self._extra.get("slow steps", 0.0))
 
     def joins(self, group: GroupNode) -> None:
-        """It is a member."""
+        """Forgets the refusal of a group that has become a member."""
         self._refused_s.pop(group.name, None)
 
     def lighthouse_starts(self) -> None:
@@ -155,7 +155,7 @@ class Liveness:
             heals.since_s = self.world.now_s
 
     def _check_heals(self, able: list[GroupNode]) -> None:
-        """What others have waited for, while there were enough of them to do without."""
+        """Checks the time that the others wait for heals while there are enough of them without the healing groups."""
         slow = {group.name: group for group in able if group.process_id in self._heals}
         if not slow or len(able) - len(slow) < self.cluster.setting.lighthouse.min_replicas:
             return

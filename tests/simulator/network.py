@@ -32,7 +32,7 @@ class Quality:
 
 @dataclass(frozen=True, eq=False)
 class Cut:
-    """No message passes from the sites `inside` to those `outside` (None: to all others), nor back unless it is one way."""
+    """A cut: no message passes from the sites `inside` to those `outside` (None: to all others), nor back unless it is one way."""
 
     inside: frozenset[str]
     outside: frozenset[str] | None = None
@@ -42,7 +42,7 @@ class Cut:
         return self._passes(source, target) or (not self.one_way and self._passes(target, source))
 
     def parts(self, sites: frozenset[str]) -> bool:
-        """Whether it stops anything between any two of these."""
+        """Returns whether the cut stops anything between any two of these sites."""
         outside = sites - self.inside
         return not sites.isdisjoint(self.inside) and bool(outside if self.outside is None else outside & self.outside)
 
@@ -101,7 +101,7 @@ class End:
 
 @dataclass(frozen=True)
 class Service:
-    """What listens at an address."""
+    """The handlers of an address."""
 
     process: Process
     call: Callable[[Call], None]
@@ -121,7 +121,7 @@ class Network:
         self._dice = world.dice("network")
 
     def listen(self, address: str, service: Service) -> None:
-        """From now on, in the place of what listened there before."""
+        """Registers a service at an address, in the place of the former one."""
         self._services[address] = service
 
     # -- calls ------------------------------------------------------------------------------------------------------
@@ -239,14 +239,14 @@ class Network:
         return one != other and any(cut.stops(one, other) or cut.stops(other, one) for cut in self.cuts)
 
     def parts(self, sites: frozenset[str]) -> bool:
-        """Whether a cut runs between any two of them."""
+        """Returns whether a cut runs between any two of these sites."""
         return any(cut.parts(sites) for cut in self.cuts) if self.cuts else False
 
     def cut(self, cut: Cut) -> None:
         self.cuts.append(cut)
 
     def mend(self, cut: Cut) -> None:
-        """What streams held comes late, in order; and ends that closed meanwhile are found closed."""
+        """Removes a cut: messages held by streams arrive late, in order, and ends whose other end closed meanwhile close."""
         self.cuts.remove(cut)
         for end in [end for client in self._streams for end in (client, client.other)]:
             if end.open and not self.is_cut(end.other.process, end.process):

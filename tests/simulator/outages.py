@@ -134,7 +134,7 @@ class Outages:
         return Cut(frozenset({one.site}), frozenset({other.site}), one_way=one_way)
 
     def _pair_parted(self, fault: Fault) -> None:
-        """In the middle of whatever they do, or just before a generation is formed."""
+        """Parts a pair in the middle of its work, or just before a generation is formed."""
         if (cut := self._pair(fault)) is None:
             return
         self.network.cut(cut)
@@ -194,7 +194,7 @@ class Outages:
             self.cluster.add_group()
 
     def _half_gone(self, fault: Fault) -> None:
-        """At one instant; with their hosts, or with a word from their kernels."""
+        """Kills half of the groups at one instant; with their hosts, or with a message from their kernels."""
         live = self.cluster.live()
         for group in live[:: 2 if fault.who % 2 else -2][: (len(live) + 1) // 2]:
             for process in self._incarnations(group):

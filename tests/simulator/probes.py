@@ -33,7 +33,7 @@ class Prober:
         self._failed = {i: tries for i, tries in self._failed.items() if i in members or tries >= TRIES}
 
     def tick(self) -> None:
-        """Once a TRY_S."""
+        """Probes the other members, once per TRY_S."""
         rank, before = self._rank, self.unreachable
         waits = rank.trainer.waits if rank.trainer.waits and rank.trainer.waits[0] in ("rendezvous", "sums") else None
         waited, self._waits = waits is not None and waits == self._waits, waits

@@ -50,7 +50,7 @@ class Snapshot:
 
 @dataclass(frozen=True)
 class Given:
-    """What a rank puts into a collective: the tail, and a gradient per slot (none: zeros)."""
+    """The contribution of a rank to a collective: the tail, and a gradient per slot (none: zeros)."""
 
     tail: tuple[float, ...]
     gradients: dict[int, int]  # slot -> the weights it was computed with
@@ -73,7 +73,7 @@ NOTHING = Given((), {}, {})
 
 @dataclass(frozen=True)
 class Sums:
-    """What comes out."""
+    """The result of a collective."""
 
     gradients: dict[int, int] = field(default_factory=dict)
     tokens: dict[int, float] = field(default_factory=dict)
@@ -81,7 +81,7 @@ class Sums:
 
     @cached_property
     def text(self) -> str:
-        """Of what makes the new weights; one for all ranks that hold these sums."""
+        """Returns a text of the inputs of the new weights; one for all ranks that hold these sums."""
         return repr(sorted(self.gradients.items()))
 
 
@@ -167,7 +167,7 @@ class RankNode:
         self.world.after(self.cluster.times.beat_s / 2, self.process, self._tell)
 
     def _hear(self, message: m.Event) -> None:
-        """From the group's server."""
+        """Handles a message from the group's server."""
         if isinstance(message, m.Waits):
             self.word_s = self.world.now_s
             self.world.seen["event: Waits"] += 1  # no machine's, as Released
@@ -201,7 +201,7 @@ class RankNode:
 
     @property
     def is_member(self) -> bool:
-        """Or was."""
+        """Returns whether the rank is or was a member."""
         return self._quorum is not None
 
     def reaches(self, phase: str) -> None:
@@ -239,7 +239,7 @@ class RankNode:
             self.exit(f"no step in {self._may_be_still_s:g} s")
 
     def interrupt(self) -> None:
-        """Whatever waits for other groups ends: one of them cannot be reached."""
+        """Ends all waits for other groups: one of them cannot be reached."""
         for cancel in list(self._pending.values()):
             self.world.after(0.01, self.process, cancel)
 
@@ -446,7 +446,7 @@ class RankNode:
             self.trainer.go_on(outcome)
 
     def _agree(self, vote: m.Vote, *, able: bool) -> None:
-        """As ft/agreement.py: the ranks among themselves, then rank 0 for all."""
+        """Agrees as ft/agreement.py does: the ranks among themselves, then rank 0 for all."""
         inside, known = self.group.inside, list[m.Outcome]()
         yes = able and vote.verdict == "yes" and not vote.divergent
 
@@ -586,7 +586,7 @@ class RankNode:
         return Snapshot(self.weights, self.machine.state_dict())
 
     def offered(self, quorum_id: int) -> Snapshot | None:
-        """What this rank serves to the members of that quorum, if its offer stands."""
+        """Returns the snapshot that this rank serves to the members of that quorum; None if its offer is over."""
         return self._offer[1] if self._offer is not None and self._offer[0] == quorum_id else None
 
     def _fetch(self, quorum: m.QuorumResult) -> None:
@@ -675,7 +675,7 @@ class RankNode:
         self.trainer.run()
 
     def goes_back(self) -> None:
-        """As ft.manager.Manager.rewind: effects of held steps, of the state that is given up, are dropped."""
+        """Rewinds as ft.manager.Manager.rewind does: effects of held steps, of the state that is given up, are dropped."""
         self._went_back_from, self.weights, points = self.commit_id, None, [x.step for x in self.machine.ledger.rewinds]
         spiked, queue, self.is_to_go_back = self.step, self.trainer.queue, False
         self.trainer.waits = ("inside", None)
@@ -705,7 +705,7 @@ class RankNode:
         self.group.inside.enter(self, ("back", spiked), read, loaded)
 
     def _carry_out(self, effects: list[m.Effect]) -> None:
-        """At once, and nothing else that is queued."""
+        """Carries out these effects at once, and drops all others that are queued."""
         self.trainer.queue.clear()
         for effect in effects:
             self.do[type(effect)](effect)

@@ -126,7 +126,7 @@ def run_many(
     workers: int | None = None,
     bar: bool = False,
 ) -> list[Run]:
-    """In the order of the seeds. The large runs are played first, so that no core is left alone with one at the end."""
+    """Returns the runs in the order of the seeds. The large runs are played first, so that no core is left alone with one at the end."""
     jobs = sorted(((seed, groups or groups_of(seed), steps, fault_class) for seed in seeds), key=lambda job: -job[1])
     found: list[Run] = []
     with multiprocessing.get_context("spawn").Pool(workers, gc.set_threshold, (YOUNG,)) as pool:

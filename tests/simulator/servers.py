@@ -171,8 +171,8 @@ class LighthouseNode:
             self.feed(m.StreamClosed(replica_id))
 
     def _counts(self, replica_id: str) -> bool:
-        """Whether whoever is on this stream is there. A group that was told that it is lost has two beats to return, from when it was first
-        told, whether it beats on or not; whom all others waited for is as good as dead, though its server beats."""
+        """Returns whether the group on this stream counts as present. A group that was told that it is lost has two beats to return,
+        from the first notice on, whether it beats on or not; one that all others waited for counts as dead, though its server beats."""
         heard_s = self._heard_s.get(replica_id, -math.inf)
         why = self.machine.roster.lost.get(replica_id)
         if why is None:
@@ -197,7 +197,7 @@ class LighthouseNode:
     # -- effects ----------------------------------------------------------------------------------------------------
 
     def _is_ours(self) -> bool:
-        """Where another one has taken the state file over, this one ends."""
+        """Returns whether this lighthouse still owns the state file; if not, ends it."""
         if self.cluster.state_owner != self.number:
             self.world.seen["lighthouse found its state file taken over"] += 1
             self.world.kill(self.process)
@@ -408,7 +408,7 @@ class GroupNode:
         return 0.001
 
     def _tell_wish(self) -> None:
-        """What one rank was asked to do rides along in the sum of figures."""
+        """Passes on one rank's order to all ranks of the group, with the sum of figures."""
         if self.wish:
             self.wish = False
             for rank in self.ranks:
@@ -465,11 +465,11 @@ class GroupNode:
 
     @property
     def is_connected(self) -> bool:
-        """To a lighthouse that lives."""
+        """Returns whether the group is connected to a live lighthouse."""
         return self._stream is not None and self._stream.open and self._stream.other.process.alive
 
     def break_connection(self) -> None:
-        """To the lighthouse."""
+        """Breaks the connection to the lighthouse."""
         if self._stream is not None and self._stream.open:
             self.network.snap(self._stream)
 

@@ -25,7 +25,7 @@ OPTIMIZER_S = 0.01
 
 
 class Trainer:
-    """Of one rank. `waits` says in which call it stands: (kind, what for); None: it runs, or waits for the machine to want something."""
+    """The trainer of one rank. `waits`: the call in which it stands (kind, subject); None: it runs, or waits for the machine's effects."""
 
     def __init__(self, rank: RankNode) -> None:
         self.rank = rank
@@ -93,12 +93,12 @@ class Trainer:
         self._running = False
 
     def goes_on(self) -> None:
-        """With what the machine wants, and waits for nothing."""
+        """Continues with the machine's effects, and waits for nothing."""
         self.waits = None
         self.run()
 
     def go_on(self, event: m.Event) -> None:
-        """What it waited for has come."""
+        """Delivers the awaited event."""
         self.waits = None
         self.rank.feed(event)
 

@@ -73,7 +73,7 @@ class World:
         return Dice(self.seed, concern)
 
     def after(self, delay_s: float, process: Process | None, do: Do, *args: Any) -> None:
-        """Calls `do` unless `process` is dead by then; if it is stopped, when it goes on. None: an act of the world."""
+        """Calls `do` unless `process` is dead by then; if it is stopped, after it is resumed. None: an act of the world."""
         heappush(self._heap, (self.now_s + delay_s, next(self._order), process, do, args))
 
     def run(self, until: Callable[[], bool]) -> None:
@@ -106,7 +106,7 @@ class World:
             self.stopped.add(process)
 
     def resume(self, process: Process) -> None:
-        """What arrived meanwhile happens now, in its order."""
+        """Resumes a process: what arrived meanwhile happens now, in its order."""
         self.stopped.discard(process)
         process.stopped = False
         for do, args in process.backlog:
