@@ -119,7 +119,7 @@ class Reader:
         self.begun = 0  # how often all of it was told
 
     def next(self) -> dict[str, Any]:
-        """The next event."""
+        """Returns the next event."""
         data, size = "", 0
         while True:
             line = self.answer.readline()
@@ -157,7 +157,7 @@ class Reader:
         return self
 
     def row(self, replica_id: str) -> list[Any]:
-        """step, phase, health, quorum id, silence, goodput, flags, note; empty: it is not there."""
+        """Returns step, phase, health, quorum id, silence, goodput, flags, note of a group; empty if it has no row."""
         return next((self.rows[key] for key, name in self.names.items() if name == replica_id and key in self.rows), [])
 
     @property

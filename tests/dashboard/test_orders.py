@@ -51,7 +51,7 @@ class Group:
         self.client.watch(lambda notice: None, lambda why: None, pid=self.process.pid)
 
     def ask(self, known: int = 0, failed: bool = False) -> m.QuorumResult:
-        """A quorum; and the stream that orders go down, which comes after the first."""
+        """Asks for a quorum, and waits for the stream of orders, which opens after the first one."""
         part = self.client.quorum(m.RankCall(0, m.Member(""), known=known, failed=failed), WAIT_S)
         assert isinstance(part, m.QuorumResult)
         assert in_time(lambda: self._id in self._of.service.streams)
@@ -96,7 +96,7 @@ def test_a_group_that_is_killed_dies_and_stays_away(house: Houses, group: Callab
 def test_a_drained_group_is_asked_once_and_a_later_kill_kills(
     house: Houses, group: Callable[[House, str], Group], late: bool
 ):
-    """late: the group's server hears of its trainer only after the order."""
+    """A drained group gets one order, and a later kill ends it. late: the group's server learns of its trainer only after the order."""
     one = house(heartbeat_s=9.0)
     a = group(one, "a")
     if not late:

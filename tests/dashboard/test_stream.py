@@ -75,7 +75,7 @@ def test_a_page_stays_open_however_many_connections_come_and_go(job: Jobs):
 
 
 def test_the_address_of_the_page_is_one_that_was_opened(job: Jobs):
-    """The first one may be another program's."""
+    """The page's address is the one that was opened: the first port may belong to another program."""
     one, _ = job()
 
     async def opened() -> Endpoint | None:

@@ -141,7 +141,7 @@ class Traffic(TorchDispatchMode):
 
     @classmethod
     def is_infra_mode(cls) -> bool:
-        """True, lest torch.compile passes blocks over: it traces nothing under a mode that it does not take for a tool."""
+        """Returns True, as torch.compile otherwise skips blocks: it traces nothing under a mode that it does not take for a tool."""
         return True
 
     def __enter__(self) -> Traffic:
@@ -196,7 +196,7 @@ class Traffic(TorchDispatchMode):
 
 
 def _callers(*, torch_too: bool = False) -> list[str]:
-    """The functions that led here, last first; of this repository's, tests/dryrun left out."""
+    """Returns the names of this repository's functions on the stack, without tests/dryrun, innermost first."""
     names, frame = [], sys._getframe(1)
     while frame is not None:
         file = frame.f_code.co_filename

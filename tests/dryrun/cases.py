@@ -61,7 +61,7 @@ def shipped() -> dict[str, Case]:
 
 
 def layouts() -> dict[str, Case]:
-    """All of 1, 2, 4 and 8 ranks, at full width. Of a pipeline the last rank, which has the loss; of one alone the first, too."""
+    """Returns all layouts of 1, 2, 4 and 8 ranks, at full width: the last stage, which has the loss; of a pure pipeline the first, too."""
     cases = {}
     for ranks in (1, 2, 4, 8):
         for degrees in _factors(ranks, len(AXES)):
@@ -83,7 +83,7 @@ def layouts() -> dict[str, Case]:
 
 
 def _factors(number: int, places: int) -> Iterator[tuple[int, ...]]:
-    """All ways to write it as a product of so many factors, in order."""
+    """Yields all ways to write `number` as a product of `places` factors, in order."""
     if places == 1:
         yield (number,)
         return

@@ -139,7 +139,7 @@ class Run(train.Run):
         return manager
 
     def compute_step(self, assignment: DataAssignment, batches: Iterator[Batch] | None = None) -> train.LocalStep:
-        """Values that nobody computed are one, and that would say that a loss is not a number."""
+        """Reports the loss as finite: the values, which nobody computed, could look like a loss that is not a number."""
         return super().compute_step(assignment, batches)._replace(finite=True)
 
     def step(self, plant: str) -> dict[str, Any]:
@@ -213,7 +213,7 @@ def _state(run: Run) -> dict[str, Tensor]:
 
 
 def _in_update(before: Callable[[Run], object] = drop, after: Callable[[Run], object] = drop) -> Callable[[Run], None]:
-    """A plant that harms where gradients are there and weights are about to move, or have moved."""
+    """Returns a plant that does harm right before or right after the optimizer's step."""
 
     def plant(run: Run) -> None:
         step = run.optimizer.step
@@ -234,7 +234,7 @@ def _multiply_in_fp32(run: Run) -> None:
 
 
 def _unsaved(run: Run) -> None:
-    """An optimizer's checkpoint that leaves the running means out."""
+    """Makes an optimizer's checkpoint without the running means."""
 
     class Less(OptimizerState):
         def state_dict(self) -> dict[str, Any]:

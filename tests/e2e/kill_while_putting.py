@@ -56,7 +56,7 @@ def kill_at(instant: int) -> None:
 
 
 def put_in_parts() -> None:
-    """One part at a time, so that each run has the same order of requests."""
+    """Puts one part at a time, so that each run has the same order of requests."""
     put_file = S3FileSystem._put_file
 
     async def put_parts(self: Any, *arguments: Any, **options: Any) -> Any:

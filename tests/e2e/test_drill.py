@@ -98,7 +98,7 @@ def write_text(folder: Path) -> None:
 
 
 def injected(said: str) -> set[str]:
-    """Variants that stand in the table, but for those of kinds that cannot be had here."""
+    """Returns the variants in the table of the drill's output."""
     return {
         variant
         for kind in KINDS.values()
@@ -108,7 +108,7 @@ def injected(said: str) -> set[str]:
 
 
 def left_out(kinds: Iterable[str]) -> set[str]:
-    """Faults that need what cannot be had here."""
+    """Returns the faults that need a network or a disk that this machine lacks."""
     network, disk = network_here(), not no_disk()
     return {kind for kind in kinds if (KINDS[kind].network and not network) or (KINDS[kind].disk and not disk)}
 

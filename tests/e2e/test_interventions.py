@@ -275,7 +275,7 @@ def test_load_only_saves_nothing(start: Callable[..., Launch]):
 
 
 def test_a_run_that_begins_again_before_its_newest_checkpoint_and_is_killed_before_a_save(start: Callable[..., Launch]):
-    """Its rows are of the history that the next launch resumes from."""
+    """The run's rows are of the history that the next launch resumes from."""
     run = copy("begun-again")
     start(run.name, "--training.steps=20").end()
     killed = start(run.name, "--checkpoint.load_step=10", "--checkpoint.interval=100000", "--training.steps=100000")

@@ -94,7 +94,7 @@ def test_a_run_ends_only_when_the_store_has_its_last_step(server: S3Server):
 
 @pytest.mark.long
 def test_a_stop_says_what_the_store_lacks(server: S3Server):
-    """The exit code is 1, and the same command puts it there."""
+    """A stopped run exits with code 1, and the next launch puts its steps into the store."""
     server.fault = "denied"
     assert "cannot be read: " in train("--training.steps=20", code=1)
     server.fault = "full"

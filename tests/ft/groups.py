@@ -188,7 +188,7 @@ class Rank(Trained):
         return steps[0] + self.steps - 1 if steps else None
 
     def made_without(self, dead: Rank, step: int) -> bool:
-        """A collective is not atomic: a group may die with sums that no other group has. They make its last step again, without it."""
+        """Returns whether this group made the last step of `dead` again, without it: a group may die with sums that no other group has."""
         mine, of_dead = ({at: groups for at, _, groups in rank.commits}[step] for rank in (self, dead))
         return isinstance(dead.error, GroupEnded) and step == max(dead.weights) and len(mine) < len(of_dead)
 
@@ -283,13 +283,13 @@ def run_job(kind: Callable[[str], J], min_replicas: int, **more: Any) -> Iterato
 
 class Job(GroupsOfJob[Rank]):
     def group(self, name: str, *, size: int = 1, **more: Any) -> list[Rank]:
-        """A group that is about to train: its ranks, started."""
+        """Starts the ranks of a group, and returns them."""
         store = HashStore()
         ranks = [Rank(name, rank, size, self.lighthouse, store, **more) for rank in range(size)]
         return [self.start(rank) for rank in ranks]
 
     def end(self) -> None:
-        """Equal steps, equal bits; and the weights are what the ledger says, each slot in them once."""
+        """Checks that equal steps have equal bits, and that the weights are those of the ledger, with each slot once."""
         for rank in self.groups:
             for other in self.groups:
                 for step in rank.weights.keys() & other.weights.keys():

@@ -228,7 +228,7 @@ class Papers:
         return _eight_bits(total)
 
     def round(self, windows: Sequence[tuple[int, str]]) -> None:
-        """`windows`: first slot and worker."""
+        """Plays a round. `windows`: first slot and worker."""
         names = self.fragments[self.done % len(self.fragments)]
         given: list[dict[str, Tensor]] = []
         for slot, worker in ((slot, self.workers[name]) for slot, name in windows):

@@ -82,7 +82,7 @@ def test_a_rank_whose_sums_failed_asks_by_itself_and_all_make_the_step_again():
             dead.set()
 
     def ends(rank: Rank, step: int) -> None:
-        """All at one step, for nobody is further than the next one; b may start late."""
+        """Ends all ranks at one step, for nobody is further than the next one; b may start late."""
         if dead.is_set():
             rank.steps = last.setdefault("step", step + 3) - rank.together_commits[0] + 1
 

@@ -230,7 +230,7 @@ def test_a_stranger_reaches_no_sum_and_costs_one_forming(kind: type[ProcessGroup
     trained, refused, last = threading.Event(), threading.Event(), dict[str, int]()
 
     def ends(rank: Rank, step: int) -> None:
-        """All at one step, for nobody is further than the next one."""
+        """Ends all ranks at one step, for nobody is further than the next one."""
         if len(rank.together_commits) == 3:
             trained.set()
         if refused.is_set():

@@ -143,7 +143,7 @@ def test_who_joins_heals_while_the_others_step_by_themselves():
             healed_at.append(group.manager.step)
 
     def ends(group: Group, place: int) -> None:
-        """All stop after c has given twice."""
+        """Ends all groups after c has contributed twice."""
         if len(group.computed) == 2:
             for one in made.groups:
                 one.rounds_to_do = group.manager.step + 2  # known to all before they begin the last one

@@ -211,7 +211,7 @@ def test_a_lighthouse_that_others_cannot_reach_warns(
 
 
 def test_a_store_that_is_given_is_used_although_torch_has_one():
-    """torch's may span all replica groups."""
+    """A given store is preferred, as torch's may span all replica groups."""
     store = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
     store.set("ft/0/group", json.dumps({"replica_id": "own:1", "address": "http://127.0.0.1:1"}))
     more = {"lighthouse_addr": "http://127.0.0.1:1", "rank": 1, "world_size": 2, "dies_with_group": False}

@@ -14,7 +14,7 @@ from tests.ft.groups import LIMIT_S, Rank, Wrapped, finish, job
 
 
 class Slow(Manager):
-    """The state that it sends takes longer than the step: it has nothing to say with the sums."""
+    """A source whose state takes longer to send than a step takes: it has no word on the heal to send with the sums."""
 
     def __init__(self, *what: Any, **more: Any) -> None:
         super().__init__(*what, **more)
@@ -54,7 +54,7 @@ class Split:
         return manager
 
     def held(self, step: int) -> int:
-        """1: the first that they hold, 2: the second."""
+        """Returns 1 for the first step that they hold, 2 for the second."""
         return 0 if self.first_held is None else step - self.first_held + 1
 
 

@@ -21,7 +21,7 @@ from tests.ft.groups import LIMIT_S, GroupsOfJob, Trained, Wrapped, run_job
 
 
 class Sum(nn.Module):
-    """Its gradient is what it is called with."""
+    """A model whose gradient is its input."""
 
     def __init__(self, start: float) -> None:
         super().__init__()
@@ -32,7 +32,7 @@ class Sum(nn.Module):
 
 
 def manager_of(name: str, lighthouse: str, model: nn.Module, **arguments: Any) -> Manager:
-    """A group's, which lives on when the group's server dies."""
+    """Returns the manager of a group, which outlives the group's server."""
     return Manager(
         pg=ProcessGroupGloo(),
         load_state_dict=model.load_state_dict,
@@ -110,7 +110,7 @@ def fetch_late(group: Group, event: threading.Event) -> None:
 
 class Job(GroupsOfJob[Group]):
     def group(self, name: str, value: float, steps: int, **more: Any) -> Group:
-        """Started."""
+        """Starts a group, and returns it."""
         return self.start(Group(name, value, steps, self.lighthouse, **more))
 
     def join(self) -> None:

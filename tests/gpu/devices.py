@@ -14,7 +14,7 @@ CYCLES_PER_S = 2_000_000_000  # about what the clock of a GPU makes; nothing her
 
 
 def spin(seconds: float) -> torch.cuda.Event:
-    """A kernel on the current stream that computes nothing for about so long. The event is its end."""
+    """Launches a kernel on the current stream that computes nothing for about so long. Returns the event of its end."""
     torch.cuda._sleep(int(seconds * CYCLES_PER_S))
     event = torch.cuda.Event()
     event.record()
@@ -22,7 +22,7 @@ def spin(seconds: float) -> torch.cuda.Event:
 
 
 def error(got: torch.Tensor, want: torch.Tensor) -> float:
-    """Relative."""
+    """Returns the relative error."""
     known = want.double().cpu()
     return float((got.double().cpu() - known).norm() / known.norm())
 

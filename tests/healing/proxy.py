@@ -72,7 +72,7 @@ def as_it_is(before: int, data: bytes) -> bytes:
 
 
 def flip(*places: int) -> Spoil:
-    """One bit of the bytes that come as these numbers."""
+    """Flips one bit of each byte at these offsets."""
 
     def spoil(before: int, data: bytes) -> bytes:
         changed = bytearray(data)
@@ -85,12 +85,12 @@ def flip(*places: int) -> Spoil:
 
 
 def cut(after: int) -> Spoil:
-    """Ends there, and every later connection with its first bytes."""
+    """Ends a connection after `after` bytes, and every later one with its first bytes."""
     return lambda before, data: data[: max(0, after - before)]
 
 
 def hold(after: int, gate: threading.Event, reached: threading.Event | None = None) -> Spoil:
-    """Stalls there until the gate opens; the end of the test opens it, too."""
+    """Stalls after `after` bytes until the gate opens; the end of the test opens it, too."""
 
     def spoil(before: int, data: bytes) -> bytes:
         if before + len(data) > after:

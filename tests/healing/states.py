@@ -46,7 +46,7 @@ def large(seed: int, chunks: int = 40) -> Group:
 
 
 def equal(one: Any, other: Any) -> bool:
-    """Bit for bit, types included."""
+    """Compares bit for bit, types included."""
     if isinstance(one, torch.Tensor):
         if not isinstance(other, torch.Tensor) or one.dtype != other.dtype or one.shape != other.shape:
             return False

@@ -19,7 +19,7 @@ from tests.healing.states import WORDS, Group, equal, large
 
 
 def copy_over(source: Group, joiner: Group) -> dict[str, Any]:
-    """A heal without a wire: what the source's chunks hold, where the joiner wants them."""
+    """Heals without a wire: copies the source's chunks to the joiner's memory."""
     offered, into = source.view(), joiner.view()
     theirs = StateManifest.parse(offered.manifest.encode())
     give, take = offered.body(), into.body_for(theirs)
@@ -36,7 +36,7 @@ def copy_over(source: Group, joiner: Group) -> dict[str, Any]:
 
 
 def random_bits(dtype: torch.dtype, shape: tuple[int, ...], seed: int) -> torch.Tensor:
-    """Any bits at all, NaNs and their payloads among them."""
+    """Returns a tensor of arbitrary bits, among them NaNs and their payloads."""
     generator = torch.Generator().manual_seed(seed)
     size = torch.empty(shape).numel() * dtype.itemsize
     if dtype is torch.bool:
@@ -69,7 +69,7 @@ def test_shapes_that_lie_differently_in_memory_heal_each_other():
 
 
 def test_shared_storage():
-    """Tied weights, and views of one flat buffer: each is written, the last time with the same bytes."""
+    """Tied weights and views of one flat buffer are each written, the last time with the same bytes."""
 
     def state(fill: float) -> Group:
         flat = torch.arange(3 * WORDS) * fill

@@ -243,7 +243,7 @@ def test_names_of_tensors_differ_where_keys_differ():
 
 
 def words(data: bytes) -> tuple[int, int]:
-    """The definition, slowly."""
+    """Computes the definition, slowly."""
     xored = added = 0
     for i in range(0, len(data), 8):
         word = int.from_bytes(data[i : i + 8].ljust(8, b"\0"), "little")

@@ -149,7 +149,7 @@ def test_sources_that_are_compared_after_their_fence(world: World):
     gate, compared = world.event(), world.event()
 
     def asked(data: bytes) -> None:
-        """The first says what it holds after the fence; a stripe of the late one's is asked for when that is known to be the same."""
+        """Holds back the first source's digests until after the fence, and the late one's stripes until the digests have been compared."""
         assert b"/digests" not in data or gate.wait(30)
         waits(data)
 

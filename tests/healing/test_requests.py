@@ -115,7 +115,7 @@ def server() -> Iterator[HttpTransport]:
 
 
 def ask(server: HttpTransport, data: bytes) -> bytes:
-    """The status line of the answer, or nothing where the connection was closed."""
+    """Returns the status line of the answer, or nothing where the connection was closed."""
     with socket.create_connection(("127.0.0.1", int(server.address.rpartition(":")[2]))) as sock:
         sock.settimeout(30)
         sock.sendall(data + b"\r\n\r\n")

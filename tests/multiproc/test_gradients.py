@@ -60,7 +60,7 @@ def steps_of(kind: str, keep: bool, dtype: torch.dtype, *, dies: bool, quantized
 
 
 def backward(model: nn.Module, gradients: Gradients, *, seed: int, dtype: torch.dtype) -> None:
-    """Two microbatches."""
+    """Runs the backward of two microbatches."""
     torch.manual_seed(seed)
     first, second = torch.randn(2, 16, 256).to(dtype)
     model(first).float().square().sum().backward()
@@ -222,6 +222,6 @@ def partial_sum() -> str:
 
 
 def test_a_gradient_that_its_ranks_have_not_summed(pool: Pool):
-    """Its owner would take one rank's part for the whole."""
+    """A gradient that the group's ranks have not summed is refused: its owner would take one rank's part for the whole."""
     text = "parameter 0 of shape (5,): a gradient that is a partial sum over ranks cannot be reduced over groups"
     assert pool.run(2, partial_sum) == [text] * 2

@@ -63,7 +63,7 @@ def test_bad_methods_are_told(method: str, cause: str):
 
 
 def test_a_file_of_other_content_is_refused(tmp_path: Path):
-    """Stores append to it."""
+    """A file of other content is refused, since stores append to it."""
     config = CommConfig(init_method=f"file://{tmp_path}/meet")
     (tmp_path / "meet").touch()
     config.check()

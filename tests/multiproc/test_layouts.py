@@ -180,7 +180,7 @@ CASES = {
 
 
 def errors(result: dict[str, Any], expected: dict[str, Any]) -> dict[str, float]:
-    """Relative error of the gradients."""
+    """Returns the relative error of each gradient."""
     pairs = {name: (result["gradients"][name], value) for name, value in expected["gradients"].items()}
     return {name: float((got - value).norm() / value.norm()) for name, (got, value) in pairs.items()}
 
@@ -204,7 +204,7 @@ def test_every_layout_gives_what_one_process_gives(pool: Pool, alone: Callable[.
 
 @pytest.mark.timeout(300)  # a busy machine takes its time to compile
 def test_compiled_experts_give_what_one_process_gives(pool: Pool, alone: Callable[..., dict[str, Any]]) -> None:
-    """Each pass sends other numbers of rows."""
+    """Experts are compiled for any number of rows: each pass sends another one."""
     case = Case(MIXTURE, layout(ep=2), microbatches=2, compile=("model",))
     expected = alone(case)
     for result in pool.run(2, step, case, timeout_s=240):
@@ -324,7 +324,7 @@ def test_one_rank_computes_with_its_parameters_themselves(pool: Pool, dtype: tor
 
 
 class WaitingStream(torch.cpu.Stream):
-    """A stream that notes for which others it has waited."""
+    """A stream that records the streams for which it has waited."""
 
     def __init__(self) -> None:
         self.waited = list[Any]()

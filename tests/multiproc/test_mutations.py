@@ -104,7 +104,7 @@ def every_rank_counts_its_targets(patch: pytest.MonkeyPatch) -> None:
 
 
 def norm_of_copies_counted_on_each(patch: pytest.MonkeyPatch) -> None:
-    """Each rank as if it were the first on every axis."""
+    """Counts the norm on each rank as if it were the first on every axis."""
     right = parity_worker.gradient_norm
 
     def gradient_norm(parameters: Any) -> Tensor:
@@ -116,7 +116,7 @@ def norm_of_copies_counted_on_each(patch: pytest.MonkeyPatch) -> None:
 
 
 def queries_aligned_with_the_first_keys(patch: pytest.MonkeyPatch) -> None:
-    """The causal mask of a piece as if the keys began where its queries do."""
+    """Aligns the causal mask of a piece as if the keys began at its queries."""
 
     def attend(q: Tensor, k: Tensor, v: Tensor, document_starts: Tensor | None) -> Tensor:
         return ops.causal_attention(q, k[:, : q.shape[1]], v[:, : q.shape[1]], document_starts)
@@ -135,7 +135,7 @@ def positions_of_each_rank_from_zero(patch: pytest.MonkeyPatch) -> None:
 
 
 def mask_leaking_one_document(patch: pytest.MonkeyPatch) -> None:
-    """The second document of each sequence attends to the first, too."""
+    """Lets the second document of each sequence attend to the first."""
     for name in ("causal_attention", "attention_to_part"):
 
         def leaking(q: Tensor, k: Tensor, v: Tensor, document_starts: Tensor, *more: Tensor, right: Any) -> Any:
@@ -219,7 +219,7 @@ def tied_weights_come_apart(patch: pytest.MonkeyPatch) -> None:
 
 
 def a_row_to_the_wrong_expert(patch: pytest.MonkeyPatch) -> None:
-    """The first token of a rank is sent to the next expert than the one that is chosen."""
+    """Sends the first token of a rank to the expert after the chosen one."""
     right = moe.TopKRouter.forward
 
     def forward(self: Any, x: Tensor) -> tuple[Tensor, Tensor]:

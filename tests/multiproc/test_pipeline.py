@@ -110,7 +110,7 @@ def difference(setting: Setting, dtype: torch.dtype) -> dict[str, Any]:
 
 
 def assert_equal(results: list[dict[str, dict[str, Any]]], label: str, bound: float = 1e-5) -> None:
-    """Within the bound, and every parameter on exactly one rank of each pipeline."""
+    """Checks the bound on the differences, and that every parameter is on exactly one rank of each pipeline."""
     everything = sorted(alone_names())
     for place in {result[label]["pipeline"] for result in results}:
         pipeline = [result[label] for result in results if result[label]["pipeline"] == place]

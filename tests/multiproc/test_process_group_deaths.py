@@ -35,7 +35,7 @@ LIMIT_S = 300.0  # for an answer: who is slow because the machine is busy does n
 
 
 class Member:
-    """The test's end of one process."""
+    """The parent's end of one member's process."""
 
     def __init__(self) -> None:
         self._numbers = itertools.count(1)
@@ -61,7 +61,7 @@ class Member:
         return answer
 
     def kill(self) -> None:
-        """SIGKILL. On a busy machine it is a while before the process is gone."""
+        """Sends SIGKILL. On a busy machine the process takes a while to exit."""
         self.killed = True
         self.process.kill()
 
@@ -112,7 +112,7 @@ class Crew:
 
 
 def told(members: list[Member], do: str, ranked: bool = False, **arguments: Any) -> list[dict[str, Any]]:
-    """The answers of all, none of which raised."""
+    """Returns the answers of all members, none of which raised."""
     answers = [
         member.tell(do, **arguments, **({"rank": rank} if ranked else {})) for rank, member in enumerate(members)
     ]
@@ -144,7 +144,7 @@ def survive(crew: Crew, kind: str, survivors: list[Member], sums: list[Future[di
 
 
 def start_sums(members: list[Member]) -> list[Future[dict[str, Any]]]:
-    """Sums of 8 MB without end; returns when all have had one."""
+    """Starts endless sums of 8 MB; returns when all members have had one."""
     sums = [member.tell("sums", count=10**9, elements=2 << 20) for member in members]
     assert all(member.first.wait(LIMIT_S) for member in members)
     return sums
@@ -206,7 +206,7 @@ def is_forked(child: Child) -> bool:
 
 
 def test_what_a_scheduler_sends_to_every_process_ends_no_child(fork_server: ForkServer):
-    """The fork server ignores the signals from its first moment: it still imports torch when they come."""
+    """The signals are harmless from the first moment: the fork server still imports torch when they come."""
     fork_server.warm()
     for number in LAUNCHER_SIGNALS:
         os.kill(fork_server.pid, number)

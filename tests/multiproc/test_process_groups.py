@@ -481,7 +481,7 @@ def test_forming_fifty_times_leaks_nothing(pool: Pool, kind: str):
 
 
 def store_is_silent(kind: str) -> None:
-    """Its host takes the connection and says nothing, as the kernel does for a process that is stopped."""
+    """Meets at a store that accepts the connection and sends nothing, as the kernel does for a stopped process."""
     group = make(kind)
     group.prepare()
     notice = threading.Timer(0.4, group.interrupt, ("the store is silent", 1))

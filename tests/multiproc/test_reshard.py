@@ -149,7 +149,7 @@ class Run:
 def link(
     folder: Path, parallelism: ParallelismConfig, vocab_size: int, steps: int, optimizer: OptimizerConfig
 ) -> tuple[Any, ...]:
-    """Takes up what is there, trains, saves: (step, everything as it was loaded, losses, everything as it was saved)."""
+    """Loads, trains, saves: returns (step, everything as it was loaded, losses, everything as it was saved)."""
     run = Run(folder, parallelism, vocab_size, optimizer=optimizer)
     step = run.checkpointer.load()
     loaded = run.everything()
@@ -159,7 +159,7 @@ def link(
 
 
 def joined(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """All ranks' parts; what several hold must be the same everywhere."""
+    """Returns all ranks' parts as one; raises AssertionError where ranks differ."""
     whole: dict[str, Any] = {}
     for part in parts:
         for name, value in part.items():
@@ -172,7 +172,7 @@ def same(first: Any, second: Any) -> bool:
 
 
 def make_seed(folder: Path, vocab_size: int, n_layers: int = 2) -> dict[str, Tensor]:
-    """A seed checkpoint as scripts/make_seed_checkpoint.py makes it, in chunks of few rows; what is in it."""
+    """Writes a seed checkpoint as scripts/make_seed_checkpoint.py does, in chunks of few rows; returns its tensors."""
     model = meta_model(vocab_size, n_layers)
     tensors = {f"model.{name}": tensor for name, tensor in model.state_dict(keep_vars=True).items()}
     config = CheckpointConfig(create_seed_checkpoint=True)
@@ -184,7 +184,7 @@ def make_seed(folder: Path, vocab_size: int, n_layers: int = 2) -> dict[str, Ten
 def follow(
     pool: Pool, folder: Path, chain: list[str], vocab_size: int, optimizer: OptimizerConfig, *, each: int = 1
 ) -> list[float]:
-    """One layout after the other for `each` steps, from the seed on; the losses."""
+    """Trains one layout after the other for `each` steps, from the seed on; returns the losses."""
     before: dict[str, Any] = make_seed(folder, vocab_size)
     losses: list[float] = []
     for count, name in enumerate(chain):

@@ -193,7 +193,7 @@ class LighthousePlayer(Player):
         self.running: m.Quorum | None = None  # what members know of a lighthouse before this one
 
     def config(self, **config: Any) -> None:
-        """Other settings from now on."""
+        """Replaces the settings from now on."""
         self.machine.config = _config(LighthouseConfig, **config)
 
     def say(self, event: m.Event) -> list[m.Effect]:
@@ -211,7 +211,7 @@ class LighthousePlayer(Player):
         return super().event(name, *given, **named)
 
     def call(self, *names: str, step: int = 0, branch: int = 0, id: Any = 1, kind: Any = None, **more: Any) -> None:
-        """Each asks for a quorum. Step 4 of branch 1 has come from the checkpoint, if `quorum` is 0, and else of that quorum."""
+        """Lets each group ask for a quorum. Step 4 of branch 1 has come from the checkpoint, if `quorum` is 0, and else of that quorum."""
         calls = ("known", "failed", "blame", "fingerprint", "number", "epoch")
         fields = {key: more.pop(key) for key in list(more) if key not in calls}
         of_quorum = fields.pop("quorum", 0)
@@ -239,7 +239,7 @@ class LighthousePlayer(Player):
             self.say(m.Beat(f"{name}:{id}", kind or self.kind))
 
     def fail(self, names: str, *, known: int = 1, cut: str = "") -> None:
-        """All ask, for the generation has failed. cut: "ab bc" are pairs of groups of which both sides say that they cannot connect."""
+        """Lets all ask after a failed generation. cut: "ab bc" are pairs of groups that both report that they cannot connect."""
         for name in names:
             self.call(name, known=known, failed=True, blame=_blame(name, cut))
 
@@ -249,7 +249,7 @@ class LighthousePlayer(Player):
             self.say(m.Report(f"{name}:{id}", 0, blame=_blame(name, cut)))
 
     def tick(self, *, until: float, beats: str = "", links: str = "", id: Any = 1, cut: str = "") -> Iterator[str]:
-        """Every 0.1 s a tick, after heartbeats or reports of links. Tells when something came of it."""
+        """Ticks every 0.1 s, after heartbeats or reports of links. Yields the effects."""
         while self.now_s < until - 1e-9:
             self.now_s = round(self.now_s + 0.1, 3)
             self.effects = []
@@ -383,7 +383,7 @@ class RankPlayer(Player):
         return effects
 
     def told(self) -> list[str]:
-        """ ", as one": the ranks of the group agree by themselves, and one asks for all."""
+        """Returns the effects as text; ", as one": the ranks of the group agree by themselves, and one asks for all."""
         votes = [effect.vote for effect in self.effects if isinstance(effect, m.CastVote)]
         as_one = any(map(self.machine.every_rank_votes, votes))
         return [show(effect) + ", as one" * (as_one and isinstance(effect, m.CastVote)) for effect in self.effects]
@@ -420,11 +420,11 @@ class RankPlayer(Player):
         self.say(m.QuorumResult(quorum_id, "job", "a:1", heal=heal, **{**fields, **more}))
 
     def configured(self, ok: bool = True, reason: str = "") -> None:
-        """The process group stands, or not."""
+        """Reports that the process group is formed, or not."""
         self.say(m.Configured(self.quorum_id, ok, reason))
 
     def outcome(self, kind: Any, verdict: Any = "yes", **more: Any) -> None:
-        """The group's outcome of the newest vote."""
+        """Delivers the group's outcome of the newest vote."""
         if verdict:
             self.effects = []
             self.say(m.Outcome(kind, *self.keys[kind], verdict, **more))
@@ -435,12 +435,12 @@ class RankPlayer(Player):
         self.outcome("commit", outcome, **more)
 
     def failed(self, reason: str = "socket closed", *, outcome: str = "") -> None:
-        """A collective of this attempt has failed."""
+        """Reports that a collective of this attempt has failed."""
         self.say(m.ReduceFailed(*self.keys["sums"], reason))
         self.outcome("commit", outcome)
 
     def enter(self, quorum_id: int = 1, *, computes: bool = False, **more: Any) -> None:
-        """Through a quorum to the forward; tells the last effects alone. computes: and through the backward."""
+        """Goes through a quorum to the forward; shows the last effects alone. computes: through the backward, too."""
         self.say(m.Begin())
         self.part(quorum_id, **more)
         self.configured()
@@ -459,7 +459,7 @@ class RankPlayer(Player):
         self.reduced(*(tail or (10, 10, 50, 2, 0)), outcome="yes", change=change)
 
     def compute(self, *tokens: float, loss: float = 25.0, **more: Any) -> None:
-        """Forward and backward are done: tokens for each slot."""
+        """Ends forward and backward: tokens for each slot."""
         self.say(m.Computed(tuple(map(float, tokens)) or (10.0,), loss, **more))
 
     def healed(self, quorum_id: int = 2, *, step: int = 5, of: str = "b", outcome: str = "") -> None:
@@ -512,7 +512,7 @@ def formed(
 
 
 def unhealed(times: int, **config: Any) -> LighthousePlayer:
-    """a and b hold a state, and so many heals of c have failed."""
+    """Returns a job in which a and b hold a state, and `times` heals of c have failed."""
     player = formed("ab", **config)
     player.call("c", step=m.VOID)
     player.call("a", "b", known=1, step=1)

@@ -100,12 +100,12 @@ class Peer:
         self._process = ProcessPoolExecutor(1, get_context("spawn"), _load, (folder,))
 
     def run(self, function: Callable[..., R], *args: Any) -> R:
-        """`function(torchft, *args)`, which must be at module level. Raises what it raises."""
+        """Returns `function(torchft, *args)`, which must be at module level. Raises what it raises."""
         return self._process.submit(_call, function, args).result(WAIT_S * 2)
 
     @contextmanager
     def lighthouse(self, min_replicas: int, **options: int) -> Iterator[str]:
-        """torchft's; its address."""
+        """Starts torchft's lighthouse; yields its address."""
         address = self.run(_start, "LighthouseServer", {"bind": "127.0.0.1:0", "min_replicas": min_replicas, **options})
         try:
             yield f"http://127.0.0.1:{address.rpartition(':')[2]}"  # it names the machine, which need not resolve
@@ -114,7 +114,7 @@ class Peer:
 
     @contextmanager
     def group(self, replica_id: str, lighthouse: str, *, world_size: int = 2, retries: int = 0) -> Iterator[str]:
-        """torchft's ManagerServer; its address."""
+        """Starts torchft's ManagerServer; yields its address."""
         settings = {
             "replica_id": replica_id,
             "lighthouse_addr": lighthouse,

@@ -96,7 +96,7 @@ class Running:
             return error.code, error.read().decode()
 
     def raw(self, data: bytes) -> bytes:
-        """The beginning of what HTTP says to these bytes."""
+        """Returns the beginning of the HTTP answer to these bytes."""
         with socket.create_connection(_place(self.page), timeout=WAIT_S) as connection:
             with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # it need not read to the end
                 connection.sendall(data)

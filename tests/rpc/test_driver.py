@@ -533,7 +533,7 @@ def test_calls_end_with_their_server_those_on_their_way_too():
 
 
 class Ahead(asyncio.SelectorEventLoop):
-    """Its clock can be put forward."""
+    """An event loop whose clock can be put forward."""
 
     by_s = 0.0
 

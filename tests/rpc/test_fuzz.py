@@ -114,7 +114,7 @@ def packets(draw: st.DrawFn, descriptor: Any) -> bytes:
 
 
 class GroupServer:
-    """The whole server of a group, but in a thread; a word that ends it is followed by a new start."""
+    """The whole server of a group, but in a thread; a message that ends it is followed by a new start."""
 
     def __init__(self, lighthouse: str, **settings: Any) -> None:
         self._settings = Settings("f:1", 2, lighthouse, quorum_retries=0, **settings)

@@ -75,7 +75,7 @@ class Team:
 
 
 def together(*calls: Callable[[], R]) -> list[R]:
-    """All at once, each in a thread; their answers, or the first error."""
+    """Runs all at once, each in a thread; returns their answers, or raises the first error."""
     with ThreadPoolExecutor(len(calls)) as threads:
         futures: list[Future[R]] = [threads.submit(call) for call in calls]
         return [future.result(WAIT_S * 2) for future in futures]
@@ -90,7 +90,7 @@ def quorum(*teams: Team, known: int = 0, failed: bool = False) -> list[Any]:
 
 
 def service_and_end(size: int = 1, **config: Any) -> tuple[GroupService, asyncio.Future[str]]:
-    """A group's, in this process and of no lighthouse; and why it ends."""
+    """Returns a group's service, in this process and without a lighthouse, and a future of the reason of its end."""
     ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
     return GroupService(GroupConfig("a:1", size, **config), "http://127.0.0.1:1", Access(), ended.set_result), ended
 

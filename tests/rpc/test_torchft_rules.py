@@ -44,7 +44,7 @@ class Groups:
         return self.wire.begin(QUORUM, torchft_call(name, **member))
 
     def quorum(self, *names: str, shrink_only: str = "", **member: Any) -> tuple[int, list[str]]:
-        """All call at once, and all must hear the same: id and members."""
+        """Lets all call at once; returns the id and members, which must be the same in all answers."""
         calls = [self.call(name, shrink_only=name == shrink_only, **member) for name in names]
         return self.answer(*calls)
 

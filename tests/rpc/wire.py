@@ -71,7 +71,7 @@ class Stream:
         self._up.put(pharos_pb2.Up(**up))
 
     def next(self, which: str) -> Any:
-        """The next message of this kind; others before it are passed over."""
+        """Returns the next message of this kind; others before it are skipped."""
         for data in self.call:
             down = pharos_pb2.Down.FromString(data)
             if down.WhichOneof("down") == which:
@@ -79,7 +79,7 @@ class Stream:
         raise AssertionError(f"the stream ended without {which}")
 
     def beat(self, **report: Any) -> None:
-        """Afterwards the lighthouse has handled all that was sent before it."""
+        """Sends a beat and waits for its answer: then the lighthouse has handled all that was sent before it."""
         self._sent_s += 60.0  # not every beat is answered, but after so long each is
         self.send(report=pharos_pb2.Report(sent_s=self._sent_s, **report))
         assert self.next("beat_answered") == self._sent_s
@@ -92,7 +92,7 @@ class Stream:
 
 
 def refused(do: Callable[[], object]) -> tuple[str, str]:
-    """Its status and reason."""
+    """Returns the status and reason of a call."""
     try:
         do()
     except grpc.RpcError as error:

@@ -48,7 +48,7 @@ class Ranks:
         self.group.ranks[place].trainer.waits = wait
 
     def enters(self, place: int, *key: Any) -> list[int]:
-        """The ranks for which it is over, later."""
+        """Lets a rank enter a collective; returns a list that gets its place when the collective is over."""
         done: list[int] = []
         self.at(place, "inside", None)
         self.group.inside.enter(self.group.ranks[place], key, lambda: 1.0, lambda: done.append(place))

@@ -78,7 +78,7 @@ class Collectives:
         combine: Callable[[list[Any]], Any] = list,
         store: str = "",
     ) -> None:
-        """`done` is called with what `combine` makes of the list of what all gave, or None for a failure; or never. store: the site where
+        """Joins a collective; calls `done` with `combine` of all contributions, or None for a failure; or never. store: the site where
         the members meet, if it is a rendezvous."""
         key = (*generation, *key)
         work = self._work.get(key)
@@ -94,7 +94,7 @@ class Collectives:
             self._enter(work, rank, member)
 
     def _reach(self, work: Work, rank: int, member: Member) -> None:
-        """The store, sooner or later."""
+        """Tries to reach the store until no cut is in between."""
         if member.over:
             return
         if self.network.is_parted(member.process.site, work.store):
@@ -141,7 +141,7 @@ class Collectives:
         self._end(work, member, work.result)
 
     def _is_hindered(self, work: Work, site: str) -> bool:
-        """A sum passes by all members; a rendezvous is each one's own."""
+        """Returns whether a cut stops it: a sum passes by all members; a rendezvous is each one's own."""
         if not self.network.cuts:
             return False
         if not work.store:

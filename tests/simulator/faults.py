@@ -101,7 +101,7 @@ class Fault:
 
 
 def draw(dice: Dice, groups: int, duration_s: float) -> tuple[Fault, ...]:
-    """More faults in some runs than in others, none in a few; some of them in bursts, where rules meet."""
+    """Draws faults: more in some runs than in others, none in a few; some of them in bursts, where rules meet."""
     number = int(dice.between(0.0, 10.0 + groups * 0.1))
     found: list[Fault] = []
     at_s = 0.0
@@ -140,7 +140,7 @@ def class_of(seed: int) -> str:
 
 
 def some(kind: str, most: int, low_s: float, high_s: float) -> Callable[[Dice, int, float], tuple[Fault, ...]]:
-    """One to `most` faults of a kind, none before the job has begun; each lasts from `low_s` to `high_s`."""
+    """Returns a draw of one to `most` faults of a kind, after the job has begun; each lasts from `low_s` to `high_s`."""
 
     def draw(dice: Dice, groups: int, duration_s: float) -> tuple[Fault, ...]:
         at_s = sorted(dice.between(5.0, max(6.0, 0.66 * duration_s)) for _ in range(1 + dice.index(most)))
@@ -150,7 +150,7 @@ def some(kind: str, most: int, low_s: float, high_s: float) -> Callable[[Dice, i
 
 
 def outage(kind: str) -> Callable[[Dice, int, float], tuple[Fault, ...]]:
-    """One: of seconds, of minutes, and now and then of an hour."""
+    """Returns a draw of one outage: of seconds, of minutes, and now and then of an hour."""
 
     def draw(dice: Dice, groups: int, duration_s: float) -> tuple[Fault, ...]:
         place, at_s = dice.random(), dice.between(5.0, max(6.0, 0.5 * duration_s))
@@ -227,7 +227,7 @@ def lossy(loss: float) -> Quality:
 
 
 def cut_for(fault: Fault, who: str, groups: list[str], lighthouse: str) -> Cut:
-    """`groups` are the live ones, in the order of their names."""
+    """Returns the cut of a fault. `groups` are the live ones, in the order of their names."""
     others = [name for name in groups if name != who]
     if fault.kind == "pair cut" and others:  # both still reach the lighthouse
         return Cut(frozenset({who}), frozenset({others[int(fault.share * len(others))]}))

@@ -37,7 +37,7 @@ class Inside:
         self.here: dict[int, tuple[RankNode, Callable[[], None]]] = {}
 
     def enter(self, rank: RankNode, key: Key, took_s: Callable[[], float], done: Callable[[], None]) -> None:
-        """`done` is called in the rank's process, so long after the last has come."""
+        """Enters a collective; `done` is called in the rank's process, `took_s` after the last rank has come."""
         if not self.here:
             self.key = key
         rank.truth.enters(rank, key, self.key)
@@ -51,7 +51,7 @@ class Inside:
 
     @property
     def absent(self) -> list[int]:
-        """Ranks that have yet to come to the one that others wait in."""
+        """Returns the ranks that have yet to come to the collective that others wait in."""
         return [rank for rank in range(self.size) if rank not in self.here] if self.here else []
 
 

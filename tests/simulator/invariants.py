@@ -90,7 +90,7 @@ class Truth:
     # -- quorums ----------------------------------------------------------------------------------------------------
 
     def issued(self, quorum: m.Quorum, answered: tuple[str, ...], listening: set[str]) -> None:
-        """`answered`: whom the lighthouse tells. `listening`: the ids that wait for an answer, or hold a stream."""
+        """Checks a new quorum. `answered`: the ids that get the answer. `listening`: the ids that wait for one, or hold a stream."""
         known = self._quorums.get((quorum.epoch, quorum.quorum_id))
         if known is not None and (known == quorum.ids or not self.forgetful):
             require(known == quorum.ids, "quorum", quorum.quorum_id, "has two member sets:", known, quorum.ids)
@@ -185,7 +185,7 @@ class Truth:
         return self._votes.get((group.process.name, vote_key), {})
 
     def decided(self, group: GroupNode, outcome: m.Outcome) -> None:
-        """All ranks have said yes on this very vote, or there is no yes."""
+        """Checks that all ranks have said yes on this very vote if the outcome is yes."""
         if outcome.verdict == "yes":
             key = outcome.key
             said = self.said(group, key)
@@ -205,7 +205,7 @@ class Truth:
             raise Violation(f"{rank.process.name} enters {key}, its group {first}: they hang for ever")
 
     def ends(self, group: GroupNode, reason: str, *, inside: int) -> None:
-        """`inside`: how many ranks wait in a collective of the group. If all ranks live, the others went another way."""
+        """Checks the end of a group. `inside`: number of its ranks in a collective. If all ranks live, the others went another way."""
         whole = all(rank.process.alive and not rank.process.stopped for rank in group.ranks)
         require(not (whole and inside), f"{group.process.name} ends ({reason}), its ranks wait for each other")
 
@@ -220,7 +220,7 @@ class Truth:
         require(not ours, f"{rank.process.name} is of another layout, and sums with {ours}")
 
     def gives(self, rank: RankNode, epoch: str, quorum_id: int, step: int, given: Given, *, gave: bool) -> None:
-        """`gave`: its tail says that something of it counts."""
+        """Checks a contribution. `gave`: its tail says that something of it counts."""
         if not given.gradients and not gave:
             return
         who = rank.process.name

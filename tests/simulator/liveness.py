@@ -65,11 +65,11 @@ class Liveness:
         self.restart()
 
     def broke(self) -> None:
-        """A bad network has broken a connection, and what was under way with it."""
+        """Adds the detection time of a connection that a bad network has broken."""
         self._extra[BROKEN] = self._extra.get(BROKEN, 0.0) + DETECTION_S[BROKEN]
 
     def restart(self) -> None:
-        """Something has changed: what was waited for until now says nothing."""
+        """Begins the wait anew after a change, without allowances."""
         self._since_s, self._extra = self.world.now_s, {}
 
     def check(self) -> None:

@@ -188,7 +188,7 @@ class Network:
             self._in_order(to, self._arrive, to, message)
 
     def snap(self, end: End) -> None:
-        """The connection is gone, and both ends hear of it."""
+        """Breaks the connection; both ends are notified."""
         self._in_order(end, self._close, end)
         self._in_order(end.other, self._close, end.other)
 
@@ -216,7 +216,7 @@ class Network:
     # -- death and cuts ---------------------------------------------------------------------------------------------
 
     def forget(self, process: Process) -> None:
-        """The kernel of a dead process closes its sockets."""
+        """Closes the sockets of a dead process, as its kernel does."""
         for call in [call for call in self.calls if process in (call.caller, call.server)]:
             self._cancel(call) if process is call.caller else self._break(call)
         for end in [end for client in self._streams for end in (client, client.other) if end.process is process]:
@@ -235,7 +235,7 @@ class Network:
         return bool(self.cuts) and any(cut.stops(source.site, target.site) for cut in self.cuts)
 
     def is_parted(self, one: str, other: str) -> bool:
-        """True when no connection comes about between two sites: each needs an answer, so one direction is enough."""
+        """Returns whether no connection comes about between two sites: each needs an answer, so one direction is enough."""
         return one != other and any(cut.stops(one, other) or cut.stops(other, one) for cut in self.cuts)
 
     def parts(self, sites: frozenset[str]) -> bool:

@@ -62,7 +62,7 @@ class Outages:
         self.harm.lasts(fault.lasts_s, cluster.start_lighthouse)
 
     def _lighthouse_moves(self, fault: Fault) -> None:
-        """Its host is lost, and it starts on another one; its name leads there after a while."""
+        """Kills the lighthouse with its host, and starts it on another one; its name leads there after a while."""
         cluster = self.cluster
         if cluster.lighthouse is None or not cluster.lighthouse.process.alive:
             return
@@ -73,7 +73,7 @@ class Outages:
         self._set(fault, "names_away", True)
 
     def _second_lighthouse(self, fault: Fault) -> None:
-        """Started beside the first, at its name and with its state file: that one may be stopped, or only be thought to be."""
+        """Starts a lighthouse beside the first, at its name and with its state file: that one may be stopped, or seem to be."""
         cluster, first = self.cluster, self.cluster.lighthouse
         if first is None or not first.process.alive:
             return
@@ -83,7 +83,7 @@ class Outages:
         cluster.start_lighthouse(beside=True)
 
     def _names_away(self, fault: Fault) -> None:
-        """Connections stand, new ones do not come about. Some break."""
+        """Lets names fail: connections stand, new ones do not come about. Some connections break."""
         self._set(fault, "names_away", True)
         live = self.cluster.live()
         for group in live[: int(fault.share * (len(live) + 1))]:
@@ -91,7 +91,7 @@ class Outages:
             group.break_connection()
 
     def _other_settings(self, fault: Fault) -> None:
-        """The lighthouse is started with other times, or another token, and after a while with the right ones again."""
+        """Starts the lighthouse with other times, or another token, and after a while with the right ones again."""
         cluster, ours = self.cluster, self.cluster.setting.lighthouse
 
         def restart() -> None:
@@ -111,7 +111,7 @@ class Outages:
         self.harm.lasts(fault.lasts_s, right)
 
     def _lighthouse_disk(self, fault: Fault) -> None:
-        """Full, read-only, or slow: what it writes is written later."""
+        """Fills the lighthouse's disk, or makes it read-only or slow: its writes are delayed."""
         node = self.cluster.lighthouse
         if node is not None:
             node.disk_s = self.world.now_s + fault.lasts_s
@@ -202,7 +202,7 @@ class Outages:
             self._kill(group)
 
     def _other_layout(self, fault: Fault) -> None:
-        """The lighthouse is started again, and before the members have found it a group of another layout is there, again and again."""
+        """Restarts the lighthouse; before the members have found it a group of another layout is there, again and again."""
         cluster = self.cluster
         self._lighthouse_away(replace(fault, lasts_s=fault.share * 5.0))
         name = cluster.add_group(fingerprint="theirs")
@@ -223,7 +223,7 @@ class Outages:
         return self.cluster.name_of(group)
 
     def _joiner_dies(self, fault: Fault) -> None:
-        """Several times in a row, each time elsewhere."""
+        """Lets a joiner die several times in a row, each time in another phase."""
         if len(self.cluster.live()) > 1:
             first = int(fault.share * len(PHASES))
             times = 2 + fault.who % 4
@@ -244,7 +244,7 @@ class Outages:
     # -- time ---------------------------------------------------------------------------------------------------------
 
     def _paused(self, fault: Fault) -> None:
-        """Any process, until just before some timeout."""
+        """Pauses any process, until just before some timeout."""
         live, lasts_s = self.cluster.live(), PAUSES_S[fault.who % len(PAUSES_S)] * (0.9 + 0.09 * fault.share)
         kind = int(fault.share * 64) % 4
         if kind == 0 or not live:
@@ -258,7 +258,7 @@ class Outages:
         self.harm.stop([processes[:1], processes[1:2], processes][kind - 1], lasts_s)
 
     def _suspended(self, fault: Fault) -> None:
-        """A host, or all of them (a laptop's lid). The clock that trainers go by stands still meanwhile."""
+        """Suspends a host, or all of them (a laptop's lid). The trainers' clock stands still meanwhile."""
         cluster, live = self.cluster, self.cluster.live()
         groups = live if fault.share < 0.4 else live[fault.who % max(1, len(live)) :][:1]
         processes = [process for group in groups for process in self._incarnations(group)]
@@ -272,7 +272,7 @@ class Outages:
         self.harm.stop(processes, fault.lasts_s)
 
     def _set(self, fault: Fault, name: str, value: float) -> None:
-        """An attribute of the cluster, as long as the fault lasts; it is nothing otherwise."""
+        """Sets an attribute of the cluster for the duration of the fault, then resets it."""
         setattr(self.cluster, name, value)
         self.harm.lasts(fault.lasts_s, lambda: setattr(self.cluster, name, type(value)()))
 

@@ -43,7 +43,7 @@ class Prober:
             rank.interrupt()
 
     def look(self, done: Callable[[], None]) -> None:
-        """Tries all members until it is known which are unreachable; then `done`."""
+        """Tries all members until it is known which are unreachable; then calls `done`."""
         self._try(self._members)
         if any(0 < tries < TRIES for tries in self._failed.values()):
             self._rank.world.after(TRY_S, self._rank.process, self.look, done)
@@ -58,7 +58,7 @@ class Prober:
                 self._failed[member] = self._failed.get(member, 0) + 1
 
     def _answers(self, member: str) -> bool:
-        """A kernel does, also for a process that is stopped, or gone: it refuses."""
+        """Returns whether the member's kernel answers; it does for a stopped or dead process, too, with a refusal."""
         rank = self._rank
         name, _, number = m.incarnation_of(member).partition(":")
         node = rank.cluster.nodes.get(f"http://{name}.{number}")

@@ -301,7 +301,7 @@ class RankNode:
             self.trainer.go_on(event)
 
     def _meet(self, quorum: m.QuorumResult) -> None:
-        """The rendezvous: stands when all are there, is given up on a notice or after its time."""
+        """Runs the rendezvous: it stands when all are there, and is given up on a notice or after its time."""
         if quorum.heal:
             self.reaches("meets")
         open_question = [True]
@@ -535,7 +535,7 @@ class RankNode:
 
     @property
     def fences(self) -> bool:
-        """Its commit waits for readers."""
+        """Returns whether the rank's commit waits for readers."""
         return self.trainer.waits is not None and self.trainer.waits[0] == "fence"
 
     @property
@@ -646,7 +646,7 @@ class RankNode:
         ask(0)
 
     def _reads_no_more(self, quorum: m.QuorumResult) -> None:
-        """Told to its sources, whether all has come or none ever will."""
+        """Tells the sources that this joiner reads no more, whether all has come or none ever will."""
         for source in quorum.sources:
             self.cluster.nodes[source.address].ranks[self.group_rank].sent.add(quorum.replica_id)
 
@@ -748,7 +748,7 @@ class RankNode:
 
 
 def add(given: list[Given]) -> tuple[Sums, tuple[float, ...]]:
-    """The sums, and the tail's."""
+    """Returns the sums, and the sum of the tails."""
     gradients: dict[int, int] = {}
     tokens: dict[int, float] = {}
     for one in given:

@@ -110,7 +110,7 @@ def _seen(cluster: Cluster) -> Counter[str]:
 
 @lru_cache(1 << 14)  # other runs say the same
 def generally(reason: str) -> str:
-    """A reason without its names and figures."""
+    """Returns a reason without its names and figures."""
     return re.sub(r"\bg\d+:\d+\b", "G", re.sub(r"-?\d+(\.\d+)?", "N", re.sub(r"\bg\d+:\d+\S*", "G", reason)))
 
 
@@ -203,7 +203,7 @@ def must_occur() -> list[str]:
 
 
 def tell(one: Run) -> str:
-    """The seed, the fewest faults and steps with which it fails in the same way, and the end of that run's trace."""
+    """Returns the seed, the fewest faults and steps with which it fails in the same way, and the end of that run's trace."""
     short = shorten(one)
     lines: deque[str] = deque(maxlen=LAST_LINES)
     again = play(short, Machines(), lines.append)
@@ -217,7 +217,7 @@ def tell(one: Run) -> str:
 
 
 def shorten(one: Run, machines: Machines | None = None) -> Setting:
-    """Leaves out what is not needed for the same kind of failure: one fault after the other."""
+    """Leaves out the faults that are not needed for the same kind of failure, one after the other."""
     kind = _kind(one.failure)
     best = one.setting
     for fault in reversed(one.setting.faults):
@@ -228,5 +228,5 @@ def shorten(one: Run, machines: Machines | None = None) -> Setting:
 
 
 def _kind(failure: str) -> str:
-    """The place that found it."""
+    """Returns the place that found the failure."""
     return failure.partition("(")[2].partition(")")[0]

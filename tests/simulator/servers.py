@@ -88,7 +88,7 @@ class LighthouseNode:
         return self.disk_s > self.world.now_s and not same
 
     def _written(self) -> None:
-        """The disk works again."""
+        """Carries out the effects that waited for the disk, which works again."""
         unwritten, self._unwritten = self._unwritten, ()
         self.world.seen["lighthouse: a quorum waited for the disk"] += 1
         for effect in unwritten:
@@ -109,7 +109,7 @@ class LighthouseNode:
 
     @property
     def hindered(self) -> bool:
-        """True when it can issue no quorum, or refuses everybody."""
+        """Returns whether it can issue no quorum, or refuses everybody."""
         return bool(self._unwritten) or not self.knows_token or self.config.times != self.cluster.times
 
     def _say_why(self) -> None:
@@ -302,7 +302,7 @@ class GroupNode:
 
     @property
     def process_id(self) -> str:
-        """Its first replica_id."""
+        """The first replica_id of the process."""
         return self.machine.config.replica_id
 
     def start(self) -> None:
@@ -386,7 +386,7 @@ class GroupNode:
     # -- the collectives inside -------------------------------------------------------------------------------------
 
     def forward(self) -> float:
-        """All ranks are in it: how long it takes. Whether the loss is a number is the same for all, for it is summed over them."""
+        """Returns the duration of the forward. All ranks agree on whether the loss is finite, as it is summed over them."""
         self.able = self.nan_attempts == 0
         self.nan_attempts = max(0, self.nan_attempts - 1)
         self._tell_wish()
@@ -500,7 +500,7 @@ class GroupNode:
         )
 
     def _is_current(self, rank: RankNode) -> bool:
-        """Its last report is of the group's quorum, as rpc/group_server.py has it."""
+        """Returns whether the rank's last report is of the group's quorum, as in rpc/group_server.py."""
         return self.machine.quorum is not None and rank.report.quorum_id == self.machine.quorum.quorum_id
 
     @property
@@ -513,7 +513,7 @@ class GroupNode:
         return max(rank.machine.settled for rank in self.ranks)
 
     def wants_to_leave(self) -> None:
-        """Scale-down, SIGTERM: the ranks go after their next commit, or when they have waited for others; they are not started again."""
+        """Scales down, as by SIGTERM: the ranks leave after their next commit, or wait for others, and are not restarted."""
         self.cluster.name_of(self).wanted = False
         self.wish = True
         self.feed(m.WantsToLeave())
@@ -533,7 +533,7 @@ class GroupNode:
     # -- the end ----------------------------------------------------------------------------------------------------
 
     def end(self, reason: str) -> None:
-        """EndGroup: a Leave that is already on its way when the processes go."""
+        """Ends the group, as EndGroup does: a Leave is already on its way when the processes go."""
         if not self.ended:
             self.ended = True
             self.truth.ends(self, reason, inside=len(self.inside.here))
@@ -545,7 +545,7 @@ class GroupNode:
             self.world.after(0.01, None, self.kill)
 
     def kill(self) -> None:
-        """Everything of the group goes, also what was stopped; the launcher notices."""
+        """Kills all processes of the group, also stopped ones; the launcher notices."""
         self.ended = True
         if not self.stuck:
             for process in (*(rank.process for rank in self.ranks), self.process):

@@ -42,7 +42,7 @@ class Trainer:
         self._summed = False  # this step's figures are summed over the group's ranks
 
     def hangs_in(self, place: str, go_on: Callable[[], None]) -> bool:
-        """True when the thread stops here, for now: `go_on` is what it was about to do. The process lives, its other threads too."""
+        """Returns whether the thread stops here: `go_on` continues it. The process lives, and so do its other threads."""
         if self.hang_at != place:
             return False
         self.hang_at, self.hangs, self._wakes = "", True, go_on
@@ -64,7 +64,7 @@ class Trainer:
         return self.waits is None and not self.queue
 
     def begin(self) -> None:
-        """The loop's next turn."""
+        """Begins the loop's next turn."""
         if self.hangs_in("call", self.begin):
             return
         self.waits, machine = None, self.rank.machine
@@ -78,7 +78,7 @@ class Trainer:
             self.run()
 
     def run(self) -> None:
-        """Does what the machine wants until it has to wait."""
+        """Carries out the machine's effects until it has to wait."""
         if self._running or self.waits is not None:
             return
         self._running = True
@@ -133,6 +133,6 @@ class Trainer:
         group.inside.enter(self.rank, key, lambda: group.update(summed=summed), updated)
 
     def restore(self, effect: m.LoadCheckpoint) -> None:
-        """All ranks of the group find the newest one that each of them can read."""
+        """Finds, with all ranks of the group, the newest checkpoint that each of them can read."""
         self.waits = ("inside", None)
         self.rank.group.inside.enter(self.rank, ("checkpoint", effect.settled), lambda: 0.1, self.rank.restored)

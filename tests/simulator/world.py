@@ -51,7 +51,7 @@ class Process:
     at_death: list[Do] = field(default_factory=list)
 
     def now_s(self, world: World) -> float:
-        """Time that its clock shows, seconds."""
+        """Returns the time on the process's clock, in seconds."""
         return world.now_s + self.clock_s
 
 
@@ -69,7 +69,7 @@ class World:
         self._order = count()
 
     def dice(self, concern: str) -> Dice:
-        """Its own stream for each concern, so that leaving a fault out changes the rest as little as may be."""
+        """Returns random numbers of a concern's own stream, so that leaving a fault out changes the rest as little as may be."""
         return Dice(self.seed, concern)
 
     def after(self, delay_s: float, process: Process | None, do: Do, *args: Any) -> None:
@@ -77,7 +77,7 @@ class World:
         heappush(self._heap, (self.now_s + delay_s, next(self._order), process, do, args))
 
     def run(self, until: Callable[[], bool]) -> None:
-        """Lets things happen until `until` says so."""
+        """Runs events until `until` returns True."""
         heap = self._heap
         while heap and not until():
             self.now_s, _, process, do, args = heappop(heap)
