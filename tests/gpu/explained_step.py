@@ -1,4 +1,4 @@
-"""Compares, in a process of its own, the memory that a step is predicted to take with what it takes.
+"""Prints, from a process of its own, the predicted peak memory of a step and the peak that it reaches.
 
 python -m tests.gpu.explained_step none|selective|full
 """
