@@ -8,6 +8,7 @@ Two sources must have the same bits, as the joiner would get a mixture otherwise
 once; the other is used only after both have sent the digests of all their chunks, and these are equal. Digests have connections of their
 own, so a heal from two sources is never slower than from the first one only. If digests differ, an error is logged and the other source is
 not used: the next comparison of weights finds the difference. If the chosen one fails before that, the fetch starts anew from the other.
+If they are equal, each further chunk must have the digest that both have sent: a source whose memory changes later sends damaged chunks.
 """
 
 from __future__ import annotations
@@ -213,6 +214,7 @@ class HttpFetch:
         self._chosen: HealEndpoint | None = None
         self._equal = len(sources) == 1  # the digests of all sources are known to be equal
         self._digests: dict[HealEndpoint, bytes] = {}
+        self._agreed = b""  # digests of all chunks, as both sources have sent them; empty: not known to be equal
         self._verified_bytes = 0
         self._ended = 0  # number of streams that have ended
         self._stopped = ""
@@ -329,6 +331,7 @@ class HttpFetch:
                 return
             one, other = self._digests.values()
             self._equal = one == other
+            self._agreed = one if self._equal else b""
             self._lock.notify_all()
         pair = " and ".join(one.replica_id for one in self._sources)
         if not self._equal and pair not in self._logged:
@@ -388,7 +391,8 @@ class HttpFetch:
                 view = staging.view[: end - start] if memory is None else memory
                 # damaged data may be written, as the state is void until everything is verified
                 connection.fill(view, memoryview(expected))
-                if hmac.compare_digest(chunk_digest(chunk, view), expected):
+                agreed = self._agreed[DIGEST_BYTES * chunk : DIGEST_BYTES * (chunk + 1)] or expected
+                if agreed == expected and hmac.compare_digest(chunk_digest(chunk, view), expected):
                     got.append(chunk)
                     if memory is None:
                         body.write(chunk, staging)

@@ -13,7 +13,8 @@ bytes are unsent and no thread reads, and copies the unsent chunks aside; from t
 succeed in time, the offer is withdrawn: each reply ends with a *validity token*, which is then missing, so joiners discard what they have.
 
 A forward may still write to offered buffers (BatchNorm's statistics): a chunk's digest, made for one joiner, is then not that of the bytes
-sent to another, which requests the chunk again. What a joiner requests again is copied, and its digest is that of the copy.
+sent to another, which requests the chunk again. What a joiner requests again is copied, and its digest is that of the copy. Such buffers
+must come from one source (Manager.heal_from_one): the digests on which two sources agree are those of before the forward.
 """
 
 from __future__ import annotations

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from ft.healing.format import CHUNK_BYTES
 from ft.healing.http_transport import is_too_slow
 from ft.healing.transport import Fenced, HealConfig
 from tests.healing.http_world import MIB, World, commit, heal
@@ -165,6 +166,32 @@ def test_sources_that_are_compared_after_their_fence(world: World):
     late = world.proxy(sources[1], after(gate), bodies(1, compared.set))
     heal(world.transport("j"), joiner, first, late, progress=progress)
     assert equal(joiner.loaded["model"], before) and fenced == [Fenced.COPIED] * 2 and late.passed > MIB
+
+
+@pytest.mark.parametrize("flipped", [False, True])
+def test_a_source_whose_memory_changes_after_they_were_compared(
+    world: World, caplog: pytest.LogCaptureFixture, flipped: bool
+):
+    """What was copied aside at a commit has the bytes that were compared, unless a bit was flipped in between: those come from the other."""
+    groups, joiner = [large(1, chunks=24) for _ in "ab"], large(2, chunks=24)
+    sources = [world.source(group, name) for group, name in zip(groups, "ab", strict=True)]
+    before = {name: tensor.clone() for name, tensor in groups[0].values["model"].items()}
+    gate, compared = world.event(), world.event()
+    fenced: list[Fenced] = []
+
+    def commits() -> None:
+        assert compared.wait(30)
+        if flipped:
+            groups[0].values["model"]["weights"].view(torch.uint8)[9 * CHUNK_BYTES] ^= 16
+        for source, group in zip(sources, groups, strict=True):
+            fenced.append(source.fence())
+            commit(group)
+
+    first = world.proxy(sources[0], as_it_is, bodies(2, commits))
+    late = world.proxy(sources[1], after(gate), bodies(1, compared.set))
+    heal(world.transport("j"), joiner, first, late, progress=lambda done, total: gate.set())
+    assert equal(joiner.loaded["model"], before) and fenced == [Fenced.COPIED] * 2
+    assert ("damaged" in caplog.text) == flipped
 
 
 def test_the_one_that_was_chosen_dies_before_they_are_compared(world: World):
