@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 HAVE_STREAMS = {"cuda"}  # device types
 
@@ -30,13 +31,13 @@ def device_thread(target: Callable[..., object], *args: Any, name: str, device: 
     return threading.Thread(target=run, name=name, daemon=True)
 
 
-def future_devices() -> list[int | str | torch.device]:
-    """Returns the devices of a future whose value may be on any of them, so that who waits for it waits on a stream; empty without CUDA."""
-    return (
-        [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
-        if torch.cuda.is_initialized()
-        else []
-    )
+def future_devices(value: object) -> list[int | str | torch.device]:
+    """Returns the devices of a future that may have `value`, or tensors on this thread's current device, so that who waits for it waits on a
+    stream; empty without CUDA. No others: a callback takes a stream of each, and so creates a context there, in another rank's memory."""
+    if not torch.cuda.is_initialized():
+        return []
+    found = [leaf.device for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor) and leaf.is_cuda]
+    return [*dict.fromkeys([torch.device("cuda", torch.cuda.current_device()), *found])]
 
 
 def current_device() -> int | None:

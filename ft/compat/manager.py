@@ -334,7 +334,7 @@ class Manager:
 
     def wrap_future(self, fut: Future[T], default: T, timeout: timedelta | None = None) -> Future[T]:
         """Returns a future that never fails: if `fut` fails or takes longer than `timeout` (by default the Manager's), it has `default`,
-        and the error is reported."""
+        and the error is reported. CUDA tensors of a pending `fut` must be on the current device, or on one of `default`'s."""
 
         def result_of(ended: Future[T]) -> T:
             try:
@@ -346,7 +346,7 @@ class Manager:
         if fut.done():
             # `then` keeps the devices: a future of NCCL is done once its kernel is queued, and whoever waits for it waits on a stream
             return fut.then(result_of)
-        wrapped: Future[T] = Future(devices=future_devices())
+        wrapped: Future[T] = Future(devices=future_devices(default))
         claim = threading.Lock()
 
         def end(ended: Future[T]) -> None:

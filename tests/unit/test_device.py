@@ -39,11 +39,19 @@ def test_streams_are_those_of_the_device() -> None:
     assert streams_of(torch.device("cpu")) is None
 
 
-def test_a_future_may_have_a_value_on_any_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The list has all devices once CUDA is initialized; before, the call must not initialize it."""
-    assert future_devices() == []
-    set_cuda(monkeypatch, SimpleNamespace(is_initialized=lambda: True, device_count=lambda: 2))
-    assert future_devices() == [torch.device("cuda", 0), torch.device("cuda", 1)]
+def test_the_devices_of_a_future_are_the_current_one_and_those_of_its_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The list has devices once CUDA is initialized; before, the call must not initialize it."""
+    assert future_devices(torch.ones(1)) == []
+
+    class OnDevice(torch.Tensor):
+        is_cuda, device = True, torch.device("cuda", 5)
+
+    default = {"a": [torch.ones(1), torch.ones(1).as_subclass(OnDevice)], "b": 2}
+    set_cuda(
+        monkeypatch, SimpleNamespace(is_initialized=lambda: True, device_count=lambda: 8, current_device=lambda: 3)
+    )
+    assert future_devices(1) == [torch.device("cuda", 3)]
+    assert future_devices(default) == [torch.device("cuda", 3), torch.device("cuda", 5)]
 
 
 def test_the_kind_of_device_that_is_found() -> None:
@@ -85,14 +93,15 @@ ROOT = Path(__file__).resolve().parents[2]
 # Files outside parallelisms/device.py and ft/device.py that ask for a kind of device, how often, and why there.
 ELSEWHERE = {
     "models/ops.py": (5, "knows of torch alone: a CPU or not, and where the grouped kernel is"),
-    "configs/check.py": (2, "which settings are CUDA's alone"),
+    "configs/check.py": (3, "which settings are CUDA's alone"),
     "tools/explain/rank.py": (1, "acts CUDA's kernels out on tensors of the CPU"),
     "tools/explain/command.py": (4, "the values of --device, and advice about GPUs"),
+    "ft/compat/manager.py": (1, "which process group it advises for a tensor"),
     "ft/config.py": (2, "which library sums, and words for it, since ft/ knows no other package"),
     "ft/healing/capture.py": (1, "whether memory can be read as Python's, whatever device it is"),
     "ft/process_groups/base.py": (1, "a torch.futures.Future takes streams of CUDA"),
     "ft/process_groups/shared.py": (3, "memory that processes share: CUDA's own calls"),
-    "ft/process_groups/baby.py": (1, "an event that processes share"),
+    "ft/process_groups/baby.py": (2, "an event that processes share, and whose device that is"),
 }
 
 
