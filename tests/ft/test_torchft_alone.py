@@ -18,6 +18,8 @@ from ft import DistributedDataParallel, LighthouseServer, Manager, ProcessGroupG
 from ft.compat import manager as torchft_manager
 from ft.process_groups.base import GroupWork, Operation
 from ft.process_groups.errors import ProcessGroupError
+from ft.seam import Stopped
+from tests.ft.groups import LIMIT_S
 from tests.ft.torchft_groups import Group
 
 A = 4.0  # the gradient
@@ -225,15 +227,24 @@ def test_a_store_that_is_given_is_used_although_torch_has_one():
     manager.shutdown()
 
 
-def test_a_port_that_is_given_stands_above_its_variable_and_retries_may_have_no_limit(
-    lighthouse: LighthouseServer, monkeypatch: pytest.MonkeyPatch
-):
+def test_the_variable_with_the_number_of_retries_stands_above_the_argument(monkeypatch: pytest.MonkeyPatch):
+    """The argument, no limit, would make the Manager repeat its request forever."""
+    monkeypatch.setenv("TORCHFT_QUORUM_RETRIES", "0")
+    server = LighthouseServer("127.0.0.1:0", 1)
+    given = {"lighthouse_addr": server.address(), "replica_id": "retries", "dies_with_group": False}
+    manager = Manager(ProcessGroupGloo(), None, None, 1, quorum_retries=-1, **given)
+    server.shutdown()
+    with pytest.raises(Stopped, match="the lighthouse did not answer in 1 tries"):
+        manager.start_quorum(timeout=timedelta(seconds=LIMIT_S))
+    manager.shutdown()
+
+
+def test_a_port_that_is_given_stands_above_its_variable(lighthouse: LighthouseServer, monkeypatch: pytest.MonkeyPatch):
     """Groups on one host may have a port each, as in torchft."""
     given = {"lighthouse_addr": lighthouse.address(), "replica_id": "ports", "dies_with_group": False}
     with socket.create_server(("127.0.0.1", 0)) as taken:
         monkeypatch.setenv("TORCHFT_MANAGER_PORT", str(taken.getsockname()[1]))
-        monkeypatch.setenv("TORCHFT_QUORUM_RETRIES", "-1")
-        manager = Manager(ProcessGroupGloo(), None, None, 1, port=0, quorum_retries=5, **given)
+        manager = Manager(ProcessGroupGloo(), None, None, 1, port=0, **given)
         manager.shutdown()
         with pytest.raises(OSError, match="the group server ended"):
             Manager(ProcessGroupGloo(), None, None, 1, **given)
