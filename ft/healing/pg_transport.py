@@ -292,7 +292,7 @@ class _Sender:
             messages = list(_messages(offer.manifest))
             for again in range(MAX_REQUESTS + 1):
                 while messages:
-                    sent = self._send_flight(messages, staging)
+                    sent = self._send_flight(messages, staging, live=again == 0)
                     offer.sent(self._name, [i for first, last in messages[:sent] for i in range(first, last + 1)])
                     del messages[:sent]
                 if again < MAX_REQUESTS:
@@ -317,14 +317,15 @@ class _Sender:
         finally:
             self._group.abandon("this request is served")
 
-    def _send_flight(self, messages: Sequence[tuple[int, int]], staging: StagingBuffer) -> int:
-        """Sends the first messages, at most FLIGHT, and fewer if a fence waits; returns their number."""
+    def _send_flight(self, messages: Sequence[tuple[int, int]], staging: StagingBuffer, *, live: bool) -> int:
+        """Sends the first messages, at most FLIGHT, and fewer if a fence waits; returns their number. `live`: without a copy if possible,
+        so that a forward that writes to the chunks meanwhile damages them."""
         pending = deque[list[Any]]()
         with self._offer.reading():
             for number, (first, last) in enumerate(messages[:FLIGHT]):
                 if len(pending) == IN_FLIGHT:
                     _wait(pending.popleft())
-                data = self._message(first, last, staging, number % IN_FLIGHT * MESSAGE_CHUNKS)
+                data = self._message(first, last, staging, number % IN_FLIGHT * MESSAGE_CHUNKS, live=live)
                 pending.append([self._start(data), self._start(_digests(first, data))])
                 if self._offer.fencing:
                     break
@@ -332,10 +333,10 @@ class _Sender:
                 _wait(pending.popleft())
         return number + 1
 
-    def _message(self, first: int, last: int, staging: StagingBuffer, place: int) -> torch.Tensor:
-        """Returns the bytes of a message: the tensor's own memory if that is one piece and nothing was copied aside, else a copy."""
+    def _message(self, first: int, last: int, staging: StagingBuffer, place: int, *, live: bool) -> torch.Tensor:
+        """Returns the bytes of a message: `live` the tensor's own memory if that is one piece and nothing was copied aside, else a copy."""
         self._offer.check()
-        if (memory := self._offer.direct(first, last)) is not None:
+        if live and (memory := self._offer.direct(first, last)) is not None:
             return torch.frombuffer(memory, dtype=torch.uint8)
         length = sum(len(self._offer.read(chunk, staging, place + chunk - first)) for chunk in range(first, last + 1))
         return staging.bytes[place * CHUNK_BYTES : place * CHUNK_BYTES + length]

@@ -138,6 +138,28 @@ def test_a_whole_state_with_damaged_chunks_asked_for_again(damaged: tuple[int, .
     assert source.fence() is Fenced.FREE and source.is_fully_sent and not transport.is_fully_sent
 
 
+def test_a_chunk_that_a_forward_changes_while_it_is_sent_is_copied_when_it_is_asked_for_again():
+    group, joiner, wires = large(1, chunks=6), large(2, chunks=6), dict[str, Wire]()
+    weights, sent = group.values["model"]["weights"], list[torch.Tensor]()
+
+    class Written(QueueGroup):
+        """That of a source whose forward writes between a message and its digests."""
+
+        def send(self, tensors: list[torch.Tensor], dst: int, tag: int) -> Work:
+            work = super().send(tensors, dst, tag)
+            if dst == 1 and tensors[0].numel() > CHUNK_BYTES // 2:
+                work.wait()
+                sent.append(weights.clone())
+                weights[2 * CHUNK_BYTES // 4] += 1
+            return work
+
+    source = PgTransport(lambda: Written(wires), "127.0.0.1", "a")
+    transport = PgTransport(lambda: QueueGroup(wires), "127.0.0.1", "j")
+    source.offer(group.view(), quorum_id=3, step=7, joiners=["j"])
+    heal(source, transport, joiner)
+    assert equal(joiner.loaded["model"]["weights"], sent[-1])
+
+
 def test_a_wire_that_always_flips_is_given_up():
     group, joiner = large(1), large(2)
     source, transport = pair(group, spoil=flip(always=True))
