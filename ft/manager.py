@@ -154,6 +154,7 @@ class Manager:
             options.long_phase_s,
             # a torchft program may wait for its reductions by itself, in its body
             pending_since_s=(lambda: process_group.waits_since_s) if options.zeros_wait else (lambda: None),
+            quorum_id=lambda: self._quorum_id,
         )
         self.gradients = gradients or Gradients(
             keep=options.keep_gradients,
@@ -233,10 +234,10 @@ class Manager:
         self._prober.start(lambda: process_group.waits_since_s, self._on_unreachable)
         self.client.watch(self._on_notice, self._ended, pid=None if self._options.dies_with_group else 0)
 
-        # heal progress, the attempt that is waited for, unreachable members, quorum
+        # heal progress, the attempt that is waited for, unreachable members
         def reported(status: Status) -> object:
             launched = self._launched if status.waiting else 0
-            return self.healer.progress, launched, self._prober.unreachable, self._quorum_id
+            return self.healer.progress, launched, self._prober.unreachable
 
         given = (config.times.beat_s, self.closed, self._report, reported)
         threading.Thread(target=self._telemetry.report_forever, args=given, name="ft-report", daemon=True).start()
@@ -815,7 +816,7 @@ class Manager:
 
     def _report(self, metrics: dict[str, float], status: Status) -> None:
         """Sends this rank's progress to the group server; the lighthouse finds stalled groups by it."""
-        machine, quorum_id = self.machine, self._quorum_id
+        machine = self.machine
         report = m.Report(
             replica_id=self.replica_id,
             step=VOID if machine.void else machine.step,
@@ -826,7 +827,7 @@ class Manager:
             settled=machine.settled,
             launched=self._launched,
             blame=self._blame,
-            quorum_id=quorum_id,
+            quorum_id=status.quorum_id,
         )
         done_bytes, total_bytes = self.healer.progress
         self.client.report(

@@ -72,20 +72,21 @@ def ignore_event(event: str, step: int, **what: object) -> None:
 class Status:
     """Values that are reported at once when they change. `waiting`: this rank entered a reduction with other groups more than half a
     heartbeat ago, and is still in it or in the vote after it; `summed`: it is in the vote, so its own reduction is over. `phase`: name of a
-    long phase, with its time limit; "" and 0: none."""
+    long phase, with its time limit; "" and 0: none. `quorum_id`: ID of the newest quorum, as of before the rest was read; 0: none."""
 
     waiting: bool = False
     summed: bool = False
     phase: str = ""
     phase_limit_s: float = 0.0
+    quorum_id: int = 0
 
 
 class ManagerTelemetry:
     """The telemetry of one Manager. `step`: returns the step of the trainer's state. `inner_steps`: optimizer steps of one commit; the
     protocol counts commits. `long_phase_s`: time limit of a phase whose duration does not depend on a step's, and of the first step; 0: not
     reported. `show_event`: shows a message in a lane of the dashboard, at the protocol's step. `pending_since_s`: start of the oldest
-    reduction that waits for other groups; None: there is none. For the trainer's thread, except for `status` and `report_forever`, which
-    run in the thread "ft-report"."""
+    reduction that waits for other groups; None: there is none. `quorum_id`: returns the ID of the newest quorum. For the
+    trainer's thread, except for `status` and `report_forever`, which run in the thread "ft-report"."""
 
     def __init__(
         self,
@@ -98,8 +99,9 @@ class ManagerTelemetry:
         long_phase_s: float = 0.0,
         clock: Callable[[], float] = time.monotonic,
         pending_since_s: Callable[[], float | None] = lambda: None,
+        quorum_id: Callable[[], int] = lambda: 0,
     ) -> None:
-        self._pending_since_s = pending_since_s
+        self._pending_since_s, self._quorum_id = pending_since_s, quorum_id
         self._group_rank, self._step, self.phase_timer, self._record_event = group_rank, step, phase_timer, record_event
         self._show_event, self._inner_steps, self._long_phase_s = show_event, inner_steps, long_phase_s
         self._clock = clock
@@ -112,7 +114,7 @@ class ManagerTelemetry:
         self.step_seconds: deque[float] = deque(maxlen=KEPT)
         self._began_s = self.committed_at_s = clock()
         self.mean_loss = 0.0  # of the newest step
-        self._failure = ""  # reason of the newest failed step
+        self._failure = (0, "")  # step and reason of the newest failure
 
     @property
     def median_step_s(self) -> float:
@@ -139,11 +141,11 @@ class ManagerTelemetry:
             self._record_event(name, self._step(), **what)
 
     def failed(self, reason: str) -> None:
-        """Reports that a generation failed, and with it the attempt at a step. A retry that fails for the same reason is logged once."""
+        """Reports that a generation failed, and with it the attempt at a step. A retry that fails for the same reason is not logged."""
         self.event("failed", reason=reason)
         if self._group_rank == 0:
-            if reason != self._failure:
-                self._failure = reason
+            if (failure := (self._step(), reason)) != self._failure:
+                self._failure = failure
                 log.warning("a step failed: %s", reason)
             self._show_event("commit", self._step() // self._inner_steps, f"a step failed: {reason}")
 
@@ -175,6 +177,7 @@ class ManagerTelemetry:
 
     def status(self, beat_s: float) -> Status:
         """This rank's status. A wait counts once it lasts half of `beat_s`: nearly every step has a shorter one."""
+        quorum_id = self._quorum_id()  # first: a wait of an older quorum must not be reported as the newest one's
         now_s, wait = self._clock(), self.current_wait
         since_s = self.wait_began_s if wait else self._pending_since_s()
         waiting = since_s is not None and now_s - since_s > beat_s / 2
@@ -186,7 +189,8 @@ class ManagerTelemetry:
         elif (began_s := self.first_began_s) is not None and began_s < math.inf:
             phase, seconds = "first step", now_s - began_s
         limit_s = max_s if seconds < max_s else 0.0  # a phase that lasts longer is not reported
-        return Status(waiting, waiting and wait == "vote", phase if limit_s else "", limit_s if phase else 0.0)
+        is_summed = waiting and wait == "vote"
+        return Status(waiting, is_summed, phase if limit_s else "", limit_s if phase else 0.0, quorum_id)
 
     def report_forever(
         self,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -38,9 +39,14 @@ def clock() -> Clock:
 
 
 def made(
-    group_rank: int, clock: Clock, books: Books | None = None, long_phase_s: float = 300.0, **more: Any
+    group_rank: int,
+    clock: Clock,
+    books: Books | None = None,
+    long_phase_s: float = 300.0,
+    step: Callable[[], int] = lambda: 0,
+    **more: Any,
 ) -> ManagerTelemetry:
-    given = lambda: 0, books or Books(), ignore_event, lambda *what: None
+    given = step, books or Books(), ignore_event, lambda *what: None
     return ManagerTelemetry(group_rank, *given, 1, long_phase_s, clock.monotonic, **more)
 
 
@@ -77,6 +83,19 @@ def test_a_rank_waits_in_the_sums_and_past_them(clock: Clock):
     assert own.status(1.0) == Status(waiting=True) and own.status(2.0) == Status()
 
 
+def test_a_wait_is_told_with_the_quorum_before_it(clock: Clock):
+    """A group server takes the wait of an older quorum for none; one that is told with the next quorum's ID would count."""
+    newest = [4]
+
+    def configured_meanwhile() -> float:
+        newest[0] = 5
+        return 0.0
+
+    one = made(1, clock, pending_since_s=configured_meanwhile, quorum_id=lambda: newest[0])
+    assert one.status(1.0) == Status(waiting=True, quorum_id=4)
+    assert one.status(1.0) == Status(waiting=True, quorum_id=5)
+
+
 def test_a_commit_that_waits_for_readers_is_a_phase_with_a_limit_of_its_own(clock: Clock):
     """The phase is also reported where long phases are not: the other groups would take the wait for a hang."""
     one = made(0, clock, long_phase_s=0.0)
@@ -110,12 +129,16 @@ def test_the_first_step_is_a_long_phase(clock: Clock):
 
 
 def test_a_reason_for_which_every_retry_fails_is_logged_once(clock: Clock, caplog: pytest.LogCaptureFixture):
-    one, other_rank = made(0, clock), made(1, clock)
+    steps = [7]
+    one, other_rank = (made(rank, clock, step=lambda: steps[0]) for rank in (0, 1))
     for reason in ("b is lost", "b is lost", "AllReduce: Invalid scalar type", "b is lost"):
         one.failed(reason)
         other_rank.failed(reason)
+    steps[0] = 8
+    one.failed("b is lost")
     assert [record.getMessage() for record in caplog.records] == [
         "a step failed: b is lost",
         "a step failed: AllReduce: Invalid scalar type",
+        "a step failed: b is lost",
         "a step failed: b is lost",
     ]
