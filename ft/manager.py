@@ -98,6 +98,7 @@ class ManagerOptions(StepConfig):
     """Settings of a Manager and its machine; group_rank, every_step and heal_grace_s are taken from its ReplicaGroupConfig instead, and
     restores from its `restore`."""
 
+    init_sync: bool = True  # unlike in StepConfig, as a program may initialise its groups differently
     slot_size: int = 1  # sequences of a slot, the batch of one group
     inner_steps: int = 1  # optimizer steps from one commit to the next (semi_sync_manager.py)
     slots_per_step: int = 0  # slots of each step; 0: one for each participant

@@ -73,7 +73,14 @@ def join(config: ReplicaGroupConfig, store: Store | None) -> Membership:
     if config.group_rank == 0:
         made = _start(config)
         if store is not None and config.world_size > 1:
-            PrefixStore(key, store).set("group", json.dumps({"replica_id": made.replica_id, "address": made.address}))
+            try:
+                PrefixStore(key, store).set(
+                    "group", json.dumps({"replica_id": made.replica_id, "address": made.address})
+                )
+            except BaseException:  # no server of this group may live on, which would keep its name
+                if made.server:
+                    made.server.close()
+                raise
         return made
     assert store is not None
     limit_s, own = config.contact_s + OTHERS_WAIT_S, PrefixStore(key, store)

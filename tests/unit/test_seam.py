@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import cast
 
 import pytest
-from torch.distributed import HashStore
+from torch.distributed import HashStore, Store
 
 from ft import LighthouseServer, Seam, SoloManager
 from ft.config import Environment, FaultTolerance
@@ -243,6 +243,30 @@ def test_a_manager_that_cannot_be_made_leaves_no_server_behind():
     host, _, port = address.removeprefix("http://").rpartition(":")
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection((host, int(port)), timeout=30)
+
+
+def test_a_store_that_fails_leaves_no_server_behind():
+    told = []
+
+    class Fails(Store):
+        def set(self, key: str, value: str) -> None:
+            told.append(json.loads(value)["address"])
+            raise RuntimeError("the store is gone")
+
+    lighthouse = LighthouseServer("127.0.0.1:0", 1)
+    config = ReplicaGroupConfig("only", 0, 2, lighthouse.address(), "127.0.0.1", Access(), Timeouts())
+    with pytest.raises(RuntimeError, match="the store is gone") as raised:
+        join(config, Fails())
+    lighthouse.shutdown()
+    assert raised.tb is not None, "which keeps what `join` has made"
+    host, _, port = told[0].removeprefix("http://").rpartition(":")
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection((host, int(port)), timeout=30)
+
+
+def test_the_groups_of_a_program_may_begin_with_different_states():
+    """train.py's do not: it says so (ft/start.py)."""
+    assert ManagerOptions().init_sync
 
 
 def test_ranks_of_nodes_that_count_their_restarts_differently_join_one_group(tmp_path: Path):
