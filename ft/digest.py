@@ -28,9 +28,14 @@ def compared(parts: Iterable[Any]) -> Iterator[Tensor]:
     called for each digest, since a forward may put another tensor in the place of a buffer."""
     for part in parts:
         yield from part.parameters()
-        for module in part.modules() if isinstance(part, nn.Module) else ():
-            names = module._buffers.keys() - module._non_persistent_buffers_set
-            yield from (module._buffers[name] for name in sorted(names) if module._buffers[name] is not None)  # type: ignore[misc]
+        yield from persistent_buffers(part)
+
+
+def persistent_buffers(part: Any) -> Iterator[Tensor]:
+    """Yields the persistent buffers of a module; none of another part."""
+    for module in part.modules() if isinstance(part, nn.Module) else ():
+        names = module._buffers.keys() - module._non_persistent_buffers_set
+        yield from (module._buffers[name] for name in sorted(names) if module._buffers[name] is not None)  # type: ignore[misc]
 
 
 def digest(tensors: Iterable[Tensor]) -> tuple[float, ...]:

@@ -43,7 +43,7 @@ from ft.buckets import BufferPool, to_local
 from ft.compat.transports import HTTPTransport, PGTransport
 from ft.config import Environment, group_name
 from ft.device import future_devices
-from ft.digest import compared
+from ft.digest import persistent_buffers
 from ft.gradients import Gradients
 from ft.healing.transport import Transport
 from ft.membership import ReplicaGroupConfig
@@ -359,7 +359,7 @@ class Manager:
                 self.report_error(TimeoutError(f"the future has no value after {limit_s:g} s"))
                 wrapped.set_result(default)
 
-        limit_s = timeout.total_seconds() if timeout else self._timeout_s
+        limit_s = timeout.total_seconds() if timeout else self._timeout_s or self._pg.timeout_s
         timer = threading.Timer(limit_s, late)
         timer.daemon = True
         timer.start()
@@ -429,7 +429,7 @@ class Manager:
                 if parameter.requires_grad:
                     _check_reducible(self._pg, parameter)
         self.core.attach(model_parts)
-        if any(len([*compared([part])]) > len([*part.parameters()]) for part in model_parts):
+        if any([*persistent_buffers(part)] for part in model_parts):
             self.heal_from_one()  # a forward may write to persistent buffers, so that they differ between groups
         parameters = [parameter for part in model_parts for parameter in part.parameters()]
         self._parameters = [*dict.fromkeys([*self._parameters, *parameters])]  # modules may share some
@@ -507,7 +507,8 @@ def _check_reducible(pg: ProcessGroup, tensor: Tensor, *, quantized: bool = Fals
         raise ValueError(
             f"a tensor of shape {tuple(tensor.shape)} on {device}: {type(pg).__name__} reduces tensors on {needed}; nearest: {nearest}"
         )
-    unsupported = NOT_REDUCED | (NOT_REDUCED_BY_GLOO if "gloo" in pg.KIND else frozenset())
+    unsupported = NOT_REDUCED if "gloo" in pg.KIND or "nccl" in pg.KIND else frozenset()
+    unsupported |= NOT_REDUCED_BY_GLOO if "gloo" in pg.KIND else frozenset()
     if tensor.dtype in unsupported and not quantized:
         raise ValueError(
             f"a tensor of {tensor.dtype}: {type(pg).__name__} cannot reduce it; pass a copy of another dtype"

@@ -99,7 +99,7 @@ class ManagedProcessGroup(ProcessGroup):
 
     FSDP and DDP copy the result into .grad, so a step in which an all-reduce has failed is dropped in all groups, as in torchft."""
 
-    KIND = "ft_managed"
+    KIND, DEVICE = "ft_managed", ""
 
     def __init__(self, manager: Manager) -> None:
         super().__init__()

@@ -16,6 +16,7 @@ from torch._C._distributed_c10d import TCPStore
 
 from ft import DistributedDataParallel, LighthouseServer, Manager, ProcessGroupGloo
 from ft.compat import manager as torchft_manager
+from ft.compat.process_groups import ProcessGroupDummy
 from ft.process_groups.base import GroupWork, Operation
 from ft.process_groups.errors import ProcessGroupError
 from ft.seam import Stopped
@@ -155,6 +156,15 @@ def test_a_tensor_that_can_never_be_reduced_is_refused(alone: Group, tensor: tor
         value = torch.ones(3, dtype=dtype)
         assert manager.allreduce(value, reduce_op=dist.ReduceOp.SUM).wait() and value.all()
     assert manager.should_commit()
+
+
+def test_a_process_group_of_another_kind_may_reduce_any_tensor(lighthouse: LighthouseServer):
+    given = {"lighthouse_addr": lighthouse.address(), "replica_id": "any", "dies_with_group": False}
+    manager, value = Manager(ProcessGroupDummy(), None, None, 1, **given), torch.ones(3, dtype=torch.int16)
+    manager.start_quorum()
+    assert manager.allreduce(value, reduce_op=dist.ReduceOp.SUM).wait() and value.tolist() == [1, 1, 1]
+    assert manager.should_commit()
+    manager.shutdown()
 
 
 def test_a_sum_that_fails_after_the_step_leaves_its_memory_alone(lighthouse: LighthouseServer):

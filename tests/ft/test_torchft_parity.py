@@ -142,6 +142,17 @@ def test_a_future_that_never_ends_takes_no_longer_than_the_manager_allows():
         assert isinstance(manager.errored(), TimeoutError) and not manager.should_commit()
 
 
+def test_without_a_timeout_of_the_manager_a_future_has_that_of_its_process_group():
+    with alone(timeout=timedelta(0)) as manager:
+        manager.start_quorum()
+        future, before = Future[int](), {*threading.enumerate()}
+        wrapped = manager.wrap_future(future, 3)
+        [timer] = {thread for thread in threading.enumerate() if isinstance(thread, threading.Timer)} - before
+        future.set_result(4)
+        assert wrapped.wait() == 4 and timer.interval == manager.core.process_group.timeout_s > 0
+        assert manager.errored() is None and manager.should_commit()
+
+
 @pytest.mark.parametrize("pending", [True, False])
 def test_a_future_that_ends_within_its_timeout_is_not_reported(manager: Manager, pending: bool):
     manager.start_quorum()
