@@ -157,7 +157,8 @@ class Roster:
         if not self.by_last_message:
             self.heard_since_s = now_s
         peer = self.peers.get(replica_id)
-        if peer is None or (kind == "pharos" != peer.kind):  # a heartbeat as torchft's came before its stream
+        # a heartbeat as torchft's may come before the stream
+        if peer is None or (kind == "pharos" and peer.kind != "pharos"):
             peer, back = Peer(kind, now_s), True
             self.peers[replica_id] = peer
         peer.seen_at_s = now_s

@@ -51,8 +51,9 @@ def test_a_report_names_the_quorum_that_its_launched_attempts_belong_to():
             super().report(report, **metrics)
 
     def at(rank: Rank, step: int) -> None:
-        quorum_id, since = rank.manager.quorum.quorum_id if rank.manager.quorum else 0, len(sent)
         if step == FROM:
+            assert rank.manager.quorum
+            quorum_id, since = rank.manager.quorum.quorum_id, len(sent)
             assert in_time(lambda: {report.quorum_id for report in sent[since:]} >= {quorum_id})
 
     with job(min_replicas=1) as made:
