@@ -172,7 +172,7 @@ def test_sources_that_are_compared_after_their_fence(world: World):
 def test_a_source_whose_memory_changes_after_they_were_compared(
     world: World, caplog: pytest.LogCaptureFixture, flipped: bool
 ):
-    """What was copied aside at a commit has the bytes that were compared. If a bit was flipped in between, the other one sends them."""
+    """Chunks copied aside at a commit have the compared bytes. After a flipped bit in between, the other source sends them."""
     groups, joiner = [large(1, chunks=24) for _ in "ab"], large(2, chunks=24)
     sources = [world.source(group, name) for group, name in zip(groups, "ab", strict=True)]
     before = {name: tensor.clone() for name, tensor in groups[0].values["model"].items()}
