@@ -8,38 +8,41 @@ Where is a gradient reduced? In the last backward, on the thread that runs it (o
     parameter's hook: with FSDP2 after the reduce-scatter, on the shard, between the same ranks of all groups. What is left, and all of it
     while the process group still forms, is launched on the trainer's thread, with the tail.
     -> gradients.py:Gradients._on_gradient, gradients.py:Gradients.launch_remaining, manager.py:Manager._launch
-Who decides a commit? Each group for itself: the worst vote of its ranks wins. Groups do not vote with each other: a complete sum, whose
-    tail says that no group needs a retry, is the same in all of them.
+Who decides a commit (should_commit)? Each group for itself: the worst vote of its ranks wins. Groups do not vote with each other: a
+    complete sum, whose tail says that no group needs a retry, is the same in all of them.
     -> protocol/step.py:StepMachine._vote_on_commit, protocol/group.py:GroupMachine._tally_votes
-A death between vote and commit? Groups whose sums completed commit the dead group's part, too. The others fail, and heal from these
-    in the next quorum. A step that only the dead group had committed is repeated.
-    -> protocol/rules.py:decide, protocol/group.py:recover_src_replica_ranks, protocol/step.py:StepMachine._commit
+A death between vote and commit? Groups whose sums completed commit its contribution with theirs. The others fail, and heal from these in
+    the next quorum. A step that only the dead group had committed is repeated.
+    -> protocol/rules.py:reference_state, protocol/group.py:GroupMachine._decide, protocol/group.py:recover_src_replica_ranks
 How does a joiner know that bytes are right? By a digest of each chunk, the layout, and a token that the offer was valid to the end; its
-    step and commit ids must be the quorum's. A second source is used only if all its digests are equal, else an error is logged. With
-    digest_interval later steps compare weights.
+    step, commit_quorum_id and commit_id must be those of the quorum's reference state. Over HTTP a second source is used only if all its
+    digests are equal, else an error is logged. With digest_interval later steps compare weights.
     -> healing/format.py:chunk_digest, healing/http_transport.py:SourceConnection.read_validity_token,
     healing/http_transport.py:HttpFetch._compare, protocol/step.py:StepMachine._on_heal_ended
 The lighthouse restarts? Steps go on (with quorum = "every_step" they wait), requests repeat, commits wait after takeover_s / 2 of
     silence. It continues from its state file with larger quorum ids; without it, from the newest quorum that members report. If a request
-    comes before any report, and --recover is not given, the job begins anew.
-    -> rpc/state_file.py:reserved, protocol/lighthouse.py:LighthouseMachine._adopt, protocol/group.py:GroupMachine._lighthouse_is_silent
-A second process of a live name? It is refused while the first was heard of in the last 2.5 beats, retries for heartbeat_timeout_s,
-    then raises BadInput. If the first is silent, the second takes the name, and the first is lost: it asks again until the name is free.
-    -> protocol/lighthouse.py:LighthouseMachine._take_name, rpc/clients.py:GroupClient.ask_quorum
-Which timeouts exist? Seven settings of [fault_tolerance], described in Timeouts; also the lighthouse's --join_timeout_ms, the variable
-    TORCHFT_CONNECT_TIMEOUT_SEC and ManagerOptions.quorum_s. All others are constants *_S at the top of a module, or attributes *_s of a
-    class. The trainer's exception for each is in the docstring of manager.py; docs/operating.md (Timeouts) has them all in one table.
+    comes before any report, and --recover is not given, the job begins anew, until members report it while no step of the new one is
+    settled.
+    -> rpc/state_file.py:reserved, protocol/lighthouse.py:LighthouseMachine._adopt,
+    protocol/lighthouse.py:LighthouseMachine._gives_way_to, protocol/group.py:GroupMachine._lighthouse_is_silent
+A second process of a live name? It is refused while the first was heard of in the last 2.5 s, retries for heartbeat_timeout_s, then
+    raises BadInput. If the first is silent, the second takes the name, and the first is lost: it asks again until the name is free.
+    -> protocol/lighthouse.py:LighthouseMachine._take_name, rpc/clients.py:GroupClient.ask_quorum, protocol/group.py:GroupMachine._refused
+Which timeouts exist? Seven settings of [fault_tolerance], described in Timeouts; docs/operating.md (Timeouts) says what shorter and
+    longer ones cause. Also the lighthouse's --join_timeout_ms, ManagerOptions.quorum_s, TORCHFT_CONNECT_TIMEOUT_SEC and, for ft.Manager,
+    TORCHFT_TIMEOUT_SEC and TORCHFT_QUORUM_TIMEOUT_SEC. All others are constants *_S at the top of a module, or attributes *_s of a class.
+    The docstring of manager.py has the trainer's exception for each.
     -> protocol/messages.py:Timeouts, config.py:FaultTolerance, manager.py:ManagerOptions
-How do the ranks of a group agree on an error? One whose sums failed votes at the group server, which fails the attempt for all. Then
-    the ranks all-reduce their votes: if all are yes, rank 0 votes for all, else each votes at the server; all follow its outcome. Without
-    an Agreement, and while a heal is open, each votes at the server at once.
+How do the ranks of a group agree on an error? One whose sums failed votes at the group server, which fails the attempt for all. Then the
+    ranks all-reduce their votes: if all are yes and name no divergent member, rank 0 votes for all, else each votes at the server; all
+    follow its outcome. Without an Agreement, and while a heal is open, each votes at the server at once.
     -> manager.py:Manager._cast_vote, agreement.py:Agreement.outcome, protocol/group.py:GroupMachine._decide
 How is a kind of process group added? By a subclass with KIND, DEVICE and `_build`, which returns an Engine; the docstring of
     process_groups/base.py lists all other places.
     -> process_groups/base.py:ProcessGroup._build, process_groups/forming.py:Engine, start.py:make_process_group
-How does semi-sync share the step? A round is a step of the same machine. Its gradients are the changes of one fragment's weights
-    (Local SGD: the weights), sent fragment_sync_delay inner steps before its end; at the commit the outer optimizer steps with their mean
-    (Local SGD: the mean becomes the outer weights).
+How does semi-sync share the step? A round is a step of the same machine. Its gradients are the pseudo-gradients of one fragment, outer
+    minus local weights (Local SGD: the weights), sent fragment_sync_delay inner steps before the round's end; at the commit the outer
+    optimizer steps with their mean (Local SGD: the mean becomes the outer weights).
     -> semi_sync_manager.py:SemiSyncManager.on_inner_step, semi_sync_manager.py:SemiSyncManager.commit, semi_sync.py:Fragment.step
 """
 

@@ -38,11 +38,13 @@ class Agreement:
     def outcome(self, client: GroupClient, vote: Vote, *, free: bool) -> Outcome | None:
         """Returns the group's outcome of a commit vote; called by all its ranks. None: each rank must vote at the server by itself.
         `free`: False if this rank's machine has returned a further effect that must be carried out before the vote is answered: its vote
-        then does not count as a yes. Raises GroupEnded if ranks vote on different attempts, or one is gone."""
+        then does not count as a yes. Nor does one with `divergent`, as only the server joins these lists. Raises GroupEnded if ranks vote
+        on different attempts, or one is gone."""
         outcome = None
         if vote.verdict == "failed":  # one such vote decides: the server interrupts ranks that still wait
             outcome = client.outcome(vote)
-        yes, vote_key = free and vote.verdict == "yes" and not vote.divergent, crc32(repr(vote.key).encode())
+        yes = free and vote.verdict == "yes" and not vote.divergent
+        vote_key = crc32(repr(vote.key).encode())
         votes = torch.tensor([not yes, vote.change, vote_key, -vote_key], dtype=torch.int64)
         self._carry_out(self._process_group.allreduce, votes, dist.ReduceOp.MAX)
         some_no, change, highest, lowest = votes.tolist()
@@ -53,7 +55,7 @@ class Agreement:
         if vote.group_rank == 0:
             try:
                 outcome = client.vote(replace(vote, change=bool(change), joint=True), self.joint_vote_s)
-            except RuntimeError as error:  # each rank's own vote gets it, too
+            except RuntimeError as error:  # each rank's own vote gets the same error
                 log.info("no outcome of the vote of all ranks on step %s: %s", describe_step(vote.step), error)
             except TimeoutError:  # the server delays the commit; each rank's own vote waits for it
                 pass

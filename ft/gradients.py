@@ -473,8 +473,8 @@ class Gradients:
             attempt, step, index = self._attempt, self._step, self._first_index + parameter_index
             if attempt is None or not attempt.contributes or step.problem:
                 return
-            if not self._in_last_backward:
-                if step.after_last_backward and not self._per_slot and attempt.tail is None:  # else a different slot's
+            if not self._in_last_backward:  # with `_per_slot` it may be the gradient of another slot
+                if step.after_last_backward and not self._per_slot and attempt.tail is None:
                     step.problem = f"{self._name(index)} got a gradient after last_backward: a retry would include it, but the sums do not"
                 return
             if index in attempt.ready:

@@ -95,8 +95,8 @@ TrainerEffect = m.Compute | m.LaunchRemaining | m.CommitStep  # the trainer comp
 
 @dataclass(frozen=True)
 class ManagerOptions(StepConfig):
-    """Settings of a Manager and its machine; group_rank, every_step and heal_grace_s are taken from its ReplicaGroupConfig instead, and
-    restores from its `restore`."""
+    """Settings of a Manager and its machine; `group_rank`, `every_step` and `heal_grace_s` come from ReplicaGroupConfig, `restores`
+    from the Manager's argument `restore`."""
 
     init_sync: bool = True  # unlike in StepConfig, as a program may initialise its groups differently
     slot_size: int = 1  # sequences of a slot, the batch of one group

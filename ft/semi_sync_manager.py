@@ -183,11 +183,11 @@ class SemiSyncManager:
         commit = self._manager.commit(totals)
         if commit is None:
             return None
-        fragment = self.fragments[(self._manager.step - 1) % len(self.fragments)]
+        fragment = self.fragments[(self._manager.step - 1) % len(self.fragments)]  # of the round that is committed
         if self._window and not {slot for slot, _ in commit.slots}.intersection(self._window):
             self.reset()
         means = [to_local(outer.grad) for outer in fragment.outer if outer.grad is not None]
-        torch._foreach_div_(means, float(len(commit.slots)))  # a group has at most one
+        torch._foreach_div_(means, float(len(commit.slots)))  # a group contributes at most one slot to a round
         fragment.step(means)
         for outer in fragment.outer:
             outer.grad = None

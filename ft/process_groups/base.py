@@ -7,9 +7,9 @@ ProcessGroup is also torch's: after `register` dist.all_reduce and its like, fun
 
 A new kind of process group is added here:
 - its engine and its subclass (`KIND`, `DEVICE`, `_build`), in a module beside gloo.py and nccl.py; in a child also baby.py: the subclass
-  with `NATIVE`, and ChildGroup.form, where all but gloo is NCCL;
-- its name in ft/config.py: the setting process_group, ProcessGroupKind, and _KINDS, which has one kind in this process and one in a child
-  for each device of the gradients, and process_group_kind, which names the nearest of the two in its error; then `make docs`;
+  with `NATIVE`, and ChildGroup.form, which takes every kind but gloo for NCCL;
+- its name in ft/config.py: the setting process_group, ProcessGroupKind, and _KINDS: for each device of the gradients one kind in this
+  process and one in a child, of which the error of process_group_kind names the nearest; then `make docs`;
 - its class in start.make_process_group; environment variables that it requires in nccl.process_settings;
 - its public name, if programs written for torchft use it: ft/__init__.py, ft/process_group.py, docs/torchft.md;
 - in tests/multiproc `KINDS` of test_process_groups.py and test_process_group_deaths.py, and the classes of `make` in the former and in

@@ -501,7 +501,8 @@ class LighthouseMachine:
         if old is None or old == new:
             return None
         silent_s, times = now_s - self.roster.peers[old].seen_at_s, self.config.times
-        limit_s = min(2.5 * times.beat_s, times.heartbeat_timeout_s)  # two heartbeats, and half a one for their latency
+        # 2.5 s: a group's beat_s is at most MAX_BEAT_S, the rest is latency
+        limit_s = min(2.5 * times.beat_s, times.heartbeat_timeout_s)
         if silent_s < limit_s and m.incarnation_of(new) != m.incarnation_of(old):
             return ("ALREADY_EXISTS", f'two groups with the name "{name}": {old} was seen {silent_s:.1f} s ago')
         self._lose([old], f"{new} took its name")

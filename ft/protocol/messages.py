@@ -123,14 +123,14 @@ class Timeouts:
     beat_s: float = 1.0  # interval of a group's heartbeats
     heartbeat_timeout_s: float = 5.0  # silence, after which the lighthouse counts the group as lost
     rendezvous_s: float = 10.0  # forming a process group between groups; then the attempt fails
-    # each wait for a state that is on its way: of a source's commit (m.Fence), after which the offer is withdrawn; of a joiner for an offer
-    # or for bytes, after which its heal fails; of the others for a joiner, after which it is lost or returns under a new id by itself
+    # each wait for a state that is on its way: a source's commit waits (m.Fence), then the offer is withdrawn; a joiner waits for an offer
+    # or for bytes, then its heal fails; the others wait for a joiner, then it is lost or returns under a new id by itself
     heal_grace_s: float = 30.0
     # silence of all groups that have the state, after which others continue from a checkpoint; after half of it without the lighthouse a
     # group holds back its commits; None (setting: 0): no limit, only an operator may allow a takeover
     takeover_s: float | None = 30.0
-    # wait of a member for others, which then are lost (sooner where most members wait); of ranks for one of their group, which then ends;
-    # for a group to request a quorum after the others have continued without it, which then is lost
+    # a member waits for others, then they are lost (sooner where most members wait); ranks wait for one of their group, then it ends; the
+    # job waits for a group to request a quorum after the others have continued without it, then it is lost
     stall_s: float = 60.0
     # age of the oldest operation between groups, at which its generation fails; a last resort
     collective_s: float = 600.0
