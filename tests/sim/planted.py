@@ -262,7 +262,7 @@ BUGS = {
     "empty shrink quorum": Bug(Machines(lighthouse=EmptyShrink), 82, "of (): below min_replicas"),
     "a dead group's slots are holes": Bug(Machines(ledger=DeadSlotsAreHoles), 4, "has slots ["),
     "state taken when the word on it comes": Bug(Machines(step=TakesStateWhenTold), 21, "nothing ends these waits"),
-    "equal-step fork without commit ids": Bug(Machines(group=NoCommitIds), 16, "without healing; it goes on from"),
+    "equal-step fork without commit ids": Bug(Machines(group=NoCommitIds), 39, "without healing; it goes on from"),
     "nobody rests": Bug(with_roster(on_heal=lambda *_: None), 8, "5 in a row have failed", "a heal fails each time", 2),
     "nobody stalls": Bug(Machines(lighthouse=NobodyStalls), 3, "no commit for", "a trainer hangs", 3),
     "names stay taken": Bug(

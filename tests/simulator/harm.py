@@ -31,7 +31,7 @@ class Harm:
             self.world.note("fault", str(fault))
         cluster.calm_since_s = self.world.now_s
         known_s = faults.DETECTION_S[fault.kind]
-        waits = [group for group in live if not any(rank.trainer.hangs for rank in group.ranks)]
+        waits = [group for group in live if not any(rank.trainer.hangs or rank.trainer.hang_at for rank in group.ranks)]
         if fault.kind == "trainer hangs" and 2 * (len(waits) - 1) <= len(live):
             known_s = faults.ALL_HUNG_S  # the groups that wait are no majority
         cluster.liveness.fault(fault.kind, known_s, fault.lasts_s)

@@ -179,7 +179,7 @@ class LighthouseNode:
             return heard_s > self.world.now_s - 3.0
         heard_s = min(heard_s, self._told_s.get(replica_id, math.inf))
         beat_s = self.machine.config.times.beat_s
-        return heard_s > self.world.now_s - 2 * beat_s and not why.startswith(("others waited", "others went on"))
+        return heard_s > self.world.now_s - 2 * beat_s and not why.startswith(("others waited", "the others continued"))
 
     def _decided(self, effect: m.Effect) -> None:
         """Checks a decision when it is made: a disk that takes nothing keeps it, and a refusal behind it, from those whom they are for."""
