@@ -80,8 +80,8 @@ def run_ranks(
 
 
 def report_failure(result: RunResult, output: Output, ranks: LocalRanks) -> int:
-    """Prints which rank failed first, and the last line of its log. Returns the exit code: 2 if that rank reported bad input, 128 + n if
-    signal n stopped it before it could save, else 1."""
+    """Prints which rank failed first, a rank with bad input before all others, and the last line of its log. Returns the exit code: 2 if it
+    reported bad input, 128 + n if signal n stopped it before it could save, else 1."""
 
     def order(rank: int) -> tuple[bool, bool, float]:
         # Among the ranks that failed first, the one whose log ends first: the others failed because they lost it.
