@@ -171,8 +171,8 @@ def build_optimizer(
 
     A new optimizer is a name in OptimizerConfig and a class in `classes`, best a subclass of LocalAdam. It must accept the arguments of
     the call below; keep only tensors in its state, by parameter, which begin as zeros; make this state in a step with learning rate 0,
-    without a collective (ft/optim_state.py); keep `lr_factor` in its groups; carry out `own_updates`; and say by `scales_in_kernel` if its fused kernels divide
-    and skip. docs/optimizers.md says where else its name belongs."""
+    without a collective (ft/optim_state.py); keep `lr_factor` in its groups; carry out `own_updates`; and say by `scales_in_kernel` if its
+    fused kernels divide and skip. docs/optimizers.md says where else its name belongs."""
     settings = [*config.groups, ParameterGroup("*")]
     members = defaultdict[tuple[int, bool], list[nn.Parameter]](list)  # by place in `settings`, and if Muon steps them
     own = []
