@@ -26,8 +26,8 @@ How is a checkpoint whole or absent? All ranks fsync their files in step-N.parti
     group), which renames the folder if no rank reports an error; otherwise it removes the folder, and all raise CheckpointFailed. A rank
     that dies ends the others, exit code 1; the last checkpoint stays, and the next launch, with groups the next save, removes
     step-N.partial*.
-    -> training/checkpoint.py:Checkpointer._finish_save, training/checkpoint.py:RankCollectives, training/checkpoint_files.py:publish,
-    training/writer_lease.py:WriterLease
+    -> training/checkpoint.py:Checkpointer._finish_save, training/rank_collectives.py:RankCollectives,
+    training/checkpoint_files.py:publish, training/writer_lease.py:WriterLease
 How is a metric added? In MetricsProcessor.step: a keyword of `_write_metrics` (the row) and a tag in `scalars` (the chart). It sees
     Update and Commit; a value of LocalStep needs a new argument, and is of this group only. A value that differs between ranks joins
     `sums` of Run.compute_step, before the tokens, which take the rest; a field of the log line is in `_line`. A key that begins with
