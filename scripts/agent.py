@@ -15,10 +15,11 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import closing, suppress
+from datetime import timedelta
 from pathlib import Path
 from typing import IO, Any, cast
 
-from torch.distributed import DistError
+from torch.distributed import DistError, Store
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, SubprocessContext
@@ -41,6 +42,7 @@ from training.signals import LOG_JOIN_S, SAME_SIGNAL_S, Signals
 
 POLL_S = 0.1
 RENDEZVOUS_TIMEOUT_S = 900  # for the other nodes to join
+EXIT_TIMEOUT_S = 60  # for the other nodes to end; one that failed does not come
 
 
 def run_ranks(
@@ -106,6 +108,18 @@ def report_failure(result: RunResult, output: Output, ranks: LocalRanks) -> int:
     return 1
 
 
+def wait_for_nodes(store: Store, count: int, timeout: timedelta) -> None:
+    """Waits until `count` nodes have called it, since one of them has the store of the others. Raises DistError after `timeout`.
+
+    torch's own exit barrier lets the last node wait, too: for an answer of a process that the node itself has just allowed to end.
+    """
+    if store.add("ended", 1) == count:
+        # answered, unlike set(): the others know before this process, which may be the one with the store, ends
+        store.add("all_ended", 1)
+    else:
+        store.wait(["all_ended"], timeout)
+
+
 class Agent(LocalElasticAgent):
     """torch's agent, which also keeps the pids in LocalRanks up to date and limits restarts: MAX_RESTARTS per RESTARTS_WITHIN_S, after
     increasing delays if runs are short, none after MAX_SHORT_RUNS or bad input."""
@@ -113,10 +127,14 @@ class Agent(LocalElasticAgent):
     def __init__(
         self, spec: WorkerSpec, output: Output, ranks: LocalRanks, clock: Clock, pause: Callable[[float], object]
     ) -> None:
-        # A node waits at the end until no other runs ranks, as it may have their store. Failed nodes do not come, hence the timeout.
-        super().__init__(spec, output, exit_barrier_timeout=60)
+        super().__init__(spec, output)
         self._ranks, self._clock, self._pause, self._restarted_at_s = ranks, clock, pause, list[float]()
         self._started_s, self._short_runs, self._delay_s = 0.0, 0, 0.0
+
+    def _exit_barrier(self) -> None:
+        with suppress(DistError):
+            nodes = cast(int, self._worker_group.group_world_size)
+            wait_for_nodes(cast(Store, self._store), nodes, timedelta(seconds=EXIT_TIMEOUT_S))
 
     def run(self, role: str = "default") -> RunResult:
         if (result := cast("RunResult | None", super().run(role))) is None:

@@ -13,11 +13,15 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
+from torch.distributed import DistError, PrefixStore, TCPStore
 
+from scripts.agent import wait_for_nodes
 from scripts.launch_settings import LaunchSettings
 from tests.scripts.slurm_cluster import free_ports
 
@@ -331,6 +335,28 @@ def test_two_nodes_meet(tree: Path, start: Start, ordered: bool):
     assert (outs if ordered else sorted(outs, reverse=True)) == ["rank 0 is", ""], (
         "rank 0 is on node 0, and only it is shown"
     )
+
+
+def test_the_last_node_to_end_waits_for_none():
+    # The node of the store may be one of those that it wakes: an answer to a later question may not come.
+    host = TCPStore("127.0.0.1", 0, is_master=True)
+    first, last = (TCPStore("127.0.0.1", host.port, is_master=False) for _ in range(2))
+    with ThreadPoolExecutor(1) as node:
+        waits = node.submit(wait_for_nodes, PrefixStore("job", first), 2, timedelta(seconds=60))
+        while host.add("job/ended", 0) < 1:
+            assert not waits.done()
+        wait_for_nodes(AnswersNoWait("job", last), 2, timedelta(seconds=60))
+        assert waits.result(timeout=60) is None
+
+
+class AnswersNoWait(PrefixStore):
+    def wait(self, *_arguments: object) -> None:
+        pytest.fail("the process of the store has ended")
+
+
+def test_a_node_that_failed_is_not_waited_for():
+    with pytest.raises(DistError):
+        wait_for_nodes(TCPStore("127.0.0.1", 0, is_master=True), 2, timedelta(milliseconds=1))
 
 
 def end(process: subprocess.Popen[str]) -> tuple[int, str, str]:
