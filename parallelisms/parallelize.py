@@ -63,11 +63,14 @@ def parallelize(
                 loss, chunk_tokens=execution.loss_chunk_tokens, loss_parallel=loss_parallel, compile=compile
             )
         apply_float8(part, execution.float8)
+        frozen = [name for name, parameter in part.named_parameters() if not parameter.requires_grad]
         if mesh[TP].size() > 1:
             apply_tensor_parallel(part, mesh[TP], overlap=config.enable_async_tensor_parallel)
             part.tie_weights()
         if experts_mesh is not None:
             apply_expert_parallel(part, mesh, experts_mesh)
+        for name in frozen:  # TP and EP, torch's styles too, replace parameters by new ones
+            part.get_parameter(name).requires_grad_(False)
         if mesh[CP].size() > 1:
             shard_sequence = apply_context_parallel(part, mesh[CP], config, seq_len=seq_len)
         apply_activation_checkpoint(part, execution.activation_checkpoint)

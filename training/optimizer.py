@@ -243,13 +243,14 @@ def gradient_norm(parameters: Iterable[nn.Parameter], loss: float | None = None)
     """Returns the L2 norm of the whole gradient, an fp32 scalar on the device, the same on every rank, without a host sync. Each rank adds
     the squares of its shards; of ranks with the same shard only the first one does, so that each element counts once. With `loss`, whose
     last bits may differ between ranks, it returns [norm, the loss of rank 0]."""
-    parameters = [p for p in parameters if p.grad is not None]
-    norms = torch._foreach_norm([cast("DTensor", p.grad).to_local() for p in parameters], 2, dtype=torch.float32)
-    owned, device = [], "cpu"  # device type of the mesh, whose backend all-reduces
-    for norm, sharded in zip(norms, parameters, strict=True):
-        parameter = cast("DTensor", sharded)  # parallelize() makes every parameter one
-        mesh, device = parameter.device_mesh, parameter.device_mesh.device_type
-        coordinate = mesh.get_coordinate()
+    sharded = cast("list[DTensor]", list(parameters))  # parallelize() makes every parameter one
+    device = sharded[0].device_mesh.device_type  # whose backend all-reduces
+    sharded = [p for p in sharded if p.grad is not None]  # none on a rank whose stages of the pipeline are frozen
+    gradients = [cast("DTensor", p.grad).to_local() for p in sharded]
+    norms = torch._foreach_norm(gradients, 2, dtype=torch.float32) if gradients else []
+    owned = []
+    for norm, parameter in zip(norms, sharded, strict=True):
+        coordinate = parameter.device_mesh.get_coordinate()
         assert coordinate is not None
         # The first rank on every axis that replicates the parameter: no earlier rank has the same shard.
         if all(here == 0 for here, kind in zip(coordinate, parameter.placements, strict=True) if kind.is_replicate()):
@@ -323,7 +324,8 @@ class OptimizerStep:
                     kernel.grad_scale, kernel.found_inf = grad_scale, applies.logical_not().float()
                 else:
                     gradients = [cast("DTensor", p.grad).to_local() for p in self.parameters if p.grad is not None]
-                    torch._foreach_div_(gradients, grad_scale.item())
+                    if gradients:
+                        torch._foreach_div_(gradients, grad_scale.item())
                 self.optimizer.step()
         with self.progress.phase("reduce"):
             grad_norm, *losses = values.tolist()

@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from fnmatch import fnmatch
 from types import SimpleNamespace
 from typing import Any
 
@@ -36,6 +37,8 @@ MIXTURE = moe.Config(
     balance_rate=0.01, balance_loss=0.01, router_init_std=0.5,
 )  # fmt: skip
 ALONE = ParallelismConfig()
+FROZEN = ("tok_embeddings.*", "layers.0.*", "layers.1.attention_norm.*", "norm.*", "output.*")
+ALL_BUT_NORMS = ("tok_embeddings.*", "*.w?.weight", "output.*")
 EVERYTHING, FULL, SECOND, BY_OPERATION = (
     ActivationCheckpointConfig(*mode) for mode in ((), ("full",), ("selective", "2"), ("selective", "op"))
 )
@@ -54,6 +57,7 @@ class Case:
     microbatches: int = 1
     dtype: torch.dtype = torch.float32
     compile: tuple[str, ...] = ()
+    frozen: tuple[str, ...] = ()  # patterns of names
 
 
 def plain_loss(logits: Tensor, labels: Tensor) -> Tensor:
@@ -65,6 +69,8 @@ def parallelized(case: Case) -> Parallelized:
     with torch.device("meta"):
         build = moe.build if isinstance(case.sizes, moe.Config) else llama.build
         model = build(case.sizes, vocab_size=case.vocab, max_seq_len=T)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(not any(fnmatch(name, pattern) for pattern in case.frozen))
     execution = ExecutionConfig(
         case.parallelism,
         case.checkpointing,
@@ -108,7 +114,7 @@ def step(case: Case) -> dict[str, Any]:
     beside, first_loss = gradient_norm(model.parameters(), 7.25 + dist.get_rank())
     torch.testing.assert_close(beside, norm)
     assert first_loss.item() == 7.25
-    gradients = {name: p.grad.full_tensor() for name, p in model.named_parameters()}
+    gradients = {name: p.grad.full_tensor() for name, p in model.named_parameters() if p.grad is not None}
     return {"initial": initial, "loss": loss, "seen": seen, "norm": norm, "gradients": gradients, "held": held}
 
 
@@ -118,7 +124,7 @@ def alone(pool: Pool) -> Callable[[Case], dict[str, Any]]:
     known: dict[Case, dict[str, Any]] = {}
 
     def alone(case: Case) -> dict[str, Any]:
-        plain = Case(case.sizes, vocab=case.vocab)
+        plain = Case(case.sizes, vocab=case.vocab, frozen=case.frozen)
         if plain not in known:
             [known[plain]] = pool.run(1, step, plain)
         return known[plain]
@@ -176,6 +182,10 @@ CASES = {
     "cp2, and two shards": (4, Case(GROUPED, layout(cp=2, shards=2), FULL)),
     "cp2, and two copies": (4, Case(GROUPED, layout(cp=2, copies=2), BY_OPERATION)),
     "cp2, and two parts of each matrix": (4, Case(GROUPED, layout(cp=2, tp=2), BY_OPERATION)),
+    "fsdp, frozen": (2, Case(UNEVEN, frozen=FROZEN)),
+    "tp2, frozen": (2, Case(HEADS, layout(tp=2), frozen=FROZEN)),
+    "tp2, all but the norms frozen, chunks": (2, Case(HEADS, layout(tp=2), chunk_tokens=7, frozen=ALL_BUT_NORMS)),
+    "cp2, all but the norms frozen, full": (2, Case(GROUPED, layout(cp=2), FULL, frozen=ALL_BUT_NORMS)),
 }
 
 
@@ -190,6 +200,7 @@ def test_every_layout_gives_what_one_process_gives(pool: Pool, alone: Callable[.
     world, case = CASES[name]
     expected, results = alone(case), pool.run(world, step, case)
     for result in results:
+        assert result["gradients"].keys() == expected["gradients"].keys()  # what is frozen stays so
         for parameter, value in expected["initial"].items():
             assert torch.equal(result["initial"][parameter], value), parameter  # no layout changes what is drawn
         wrong = {parameter: error for parameter, error in errors(result, expected).items() if not error <= 1e-5}
@@ -211,6 +222,14 @@ def test_compiled_experts_give_what_one_process_gives(pool: Pool, alone: Callabl
         assert {name for name, error in errors(result, expected).items() if not error <= 1e-5} == set()
         for scalar in ("loss", "seen", "norm"):
             torch.testing.assert_close(result[scalar], expected[scalar], rtol=1e-5, atol=0)
+
+
+def test_frozen_experts_stay_frozen(pool: Pool, alone: Callable[..., dict[str, Any]]) -> None:
+    case = Case(MIXTURE, layout(ep=2), frozen=("*.w2", "*.router.*"))
+    expected = alone(case)
+    for result in pool.run(2, step, case):
+        assert result["gradients"].keys() == expected["gradients"].keys()
+        assert {name for name, error in errors(result, expected).items() if not error <= 1e-5} == set()
 
 
 @pytest.mark.parametrize(
