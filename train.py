@@ -30,6 +30,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from configs.check import check, gradient_device_type
+from configs.errors import bad_input_text
 from configs.help import print_help
 from configs.load import load
 from configs.saved import check_saved, fetch_saved
@@ -90,8 +91,8 @@ def main(argv: Sequence[str]) -> int:
             world = cleanup.enter_context(process_group(config.comm))
             run_class = Run if config.fault_tolerance.semi_sync_method == "none" else SemiSyncRun
             run = run_class(config, environment, world, signals, log, cleanup, changes)
-        except ValueError as error:  # bad input that no earlier check reads, such as a byte deep inside a file
-            print(f"pharos: {config.origin.explain(str(error))}", file=sys.stderr)
+        except ValueError as error:  # no earlier check reads, for instance, a byte deep inside a file
+            print(f"pharos: {config.origin.explain(bad_input_text(error))}", file=sys.stderr)
             return 2
         except (CheckpointFailed, OSError) as error:
             log.error("%s", error)

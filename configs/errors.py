@@ -6,12 +6,27 @@ import difflib
 import re
 import sys
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 
+ROOT = Path(__file__).resolve().parent.parent
 MAX_SHOWN = 10
 
 
 class ConfigError(ValueError):
     """Invalid settings. str() is the whole message, one line per problem; the caller exits with code 2."""
+
+
+def bad_input_text(error: ValueError) -> str:
+    """Returns the text of an error that this repository raised for bad input. Raises one that a library raised: its cause may be a defect,
+    which only a traceback shows."""
+    traceback = error.__traceback__
+    while traceback and traceback.tb_next:
+        traceback = traceback.tb_next
+    file = traceback.tb_frame.f_code.co_filename if traceback else __file__
+    ours = file.startswith(str(ROOT)) and not file.startswith(sys.prefix)  # .venv lies in the repository
+    if type(error) is ValueError and not ours:
+        raise error
+    return str(error)
 
 
 def raise_problems(problems: Iterable[str], file: str = "") -> None:
