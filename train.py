@@ -136,7 +136,7 @@ class Run(Components):
         while self.manager.step < steps and not self.manager.may_exit:
             try:
                 if not self.train_step():
-                    continue  # the loop goes on at manager.step
+                    continue  # at manager.step
             except GroupReleased as released:
                 return self.leave(released)
             step, requests, self.pending_requests = self.manager.step, self.pending_requests, 0
@@ -175,7 +175,7 @@ class Run(Components):
         local, on_spike = self.compute_step(assignment), self.config.training.on_spike
         with self.progress.phase("reduce"):
             try:
-                # False: this group contributes zeros. With "skip" and "rewind" its NaN is summed: all groups see it and discard the step
+                # False: this group contributes zeros. With "skip" and "rewind" its NaN is summed, so that all groups decide alike
                 contributes = local.finite or on_spike != "stop"
                 commit = self.manager.commit(self.manager.reduce(local.tokens_per_slot, local.loss_sum, contributes))
             except Stopped as stopped:
@@ -209,8 +209,8 @@ class Run(Components):
         return True
 
     def check_budgets(self, step: int, commit: Commit, end: int) -> None:
-        """Requests a stop, as a signal does, in time before position `end`, where all budgets of a mixture have ended. All groups and ranks
-        see the same commit, so all do."""
+        """Requests a stop, as SIGTERM does, STEPS_TO_STOP steps before the budgets of training.sources are used up, at position `end`. All
+        ranks of all groups compute it from the same commit, so they stop at the same step."""
         size = self.slot_size * self.inner_steps
         assigned_until = max([slot for slot, _ in commit.slots] + list(commit.holes), default=-size) + size
         training, left = self.config.training, (self.config.training.steps - step) // self.inner_steps
@@ -221,7 +221,7 @@ class Run(Components):
                 self.log.warning("data: the budgets of training.sources end at sequence %d: the run stops", end)
 
     def skip_step(self, step: int, commit: Commit, spike: str) -> None:
-        """Leaves out for good the data of a step that no group has applied. Raises Stopped if there were too many such steps in a row."""
+        """Skips the data of a step that no group has applied. Raises Stopped if there were too many such steps in a row."""
         assert self.spikes is not None
         self.optimizer.zero_grad()
         text = not_applied(step, commit, spike, self.slot_size)
@@ -268,7 +268,7 @@ class Run(Components):
 
     def compute_step(self, assignment: DataAssignment, batches: Iterator[Batch] | None = None) -> LocalStep:
         """Runs forward and backward of each batch; the reduction of gradients over groups begins in the last backward of the last slot.
-        Then one all-reduce and device sync cover all that the ranks agree on, signals too. `batches`: of a window; None: loads them."""
+        Then one all-reduce gives all ranks loss, token counts and requests to stop or save. `batches`: of a window; None: loads them."""
         losses, at, slots = list[tuple[Batch, Tensor]](), self.coordinate, assignment.slots
         training = self.config.training
         # gradient accumulation: the local batches of all slots
@@ -282,12 +282,12 @@ class Run(Components):
             with last_backward, self.progress.phase("compute"):
                 losses.append((batch, self.model.forward_backward(*batch.to(self.device))))
             if batch.ends_slot and batch.slot == slots[-1]:
-                break  # `batches` may go on: a round of semi-synchronous training has several steps
+                break  # `batches` may have more: a round of semi-synchronous training has several steps
         with self.progress.phase("reduce"):
             signals = self.signals.take() if self.signals.pending else 0
             pending = self.save_overdue * SAVE | self.budgets_end * STOP | signals
             loss_sum = torch.stack([torch.zeros((), device=self.device), *(loss for _, loss in losses)]).double().sum()
-            # among ranks that see the same sequences only one counts the tokens
+            # pp, cp and tp ranks have the same sequences, and the divisor has each token once
             counted = losses if at.counts_tokens else ()
             tokens = [sum(int((b.labels != IGNORED).sum()) for b, _ in counted if b.slot == slot) for slot in slots]
             counts = torch.tensor([bool(pending & STOP), bool(pending & SAVE), *tokens], dtype=torch.float64)
@@ -315,7 +315,7 @@ class Run(Components):
             token_bytes = torch.from_numpy(self.tokenizer.token_bytes()).double()  # 0 for BOS, EOS, PAD
             unknown = self.vocab_size - len(token_bytes)  # ids of token files may be of another tokenizer
             token_bytes = pad(token_bytes, (0, unknown), value=math.nan).to(self.device)  # [V]
-            # nats, valid tokens, bytes of each set
+            # [sets, 3]: nats, valid tokens, bytes
             sums = torch.zeros(len(self.held_out), 3, dtype=torch.float64, device=self.device)
             for set_sums, loader in zip(sums, self.held_out.values(), strict=True):
                 for batch in loader.load(range(0, self.config.validation.steps * self.slot_size, self.slot_size)):

@@ -96,9 +96,8 @@ class TrainingConfig:
     dataset_split: Annotated[str, "split of a huggingface data set to train on"] = "train"
     dataset_held_out: Annotated[
         float,
-        "share of the documents held out for [validation]. Unless set: a new run holds out nothing if validation.enable is false, and a "
-        "resumed run keeps its share. Of a store, whose share was fixed when it was prepared: 0 trains on all, any other value leaves its "
-        "held-out documents out",
+        "share of the documents held out for [validation]. Unless set: 0 without validation.enable, and a resumed run keeps its share. The "
+        "share of a store is fixed by prepare_data.py: here 0 also trains on its held-out documents, any other value does not",
         ">= 0",
         "< 1",
     ] = 0.03
@@ -120,9 +119,9 @@ class TrainingConfig:
     max_norm: Annotated[float, "gradients are clipped to this norm; 0: no clipping", ">= 0"] = 1.0
     on_spike: Annotated[
         Literal["stop", "skip", "rewind"],
-        "what happens at a spike, a loss or gradient norm of NaN or Inf, or beyond spike_factor. stop: the run ends. skip: the step is not "
-        "applied, its data is skipped. rewind: the run goes back to the newest checkpoint before it, the data since is skipped. With "
-        "several groups and stop, a loss of NaN or Inf in one group ends nothing: it contributes zeros, and its batch is assigned again",
+        "at a spike, a loss or gradient norm of NaN or Inf, or beyond spike_factor, stop: the run ends (of several groups, one with a "
+        "loss of NaN or Inf contributes zeros, and its batch is assigned again); skip: the step is not applied, its data is skipped; "
+        "rewind: the run goes back to the newest checkpoint before it, the data since is skipped",
     ] = "stop"
     spike_window: Annotated[
         int,
@@ -164,7 +163,8 @@ class TrainingConfig:
         return self.local_batch_size * data_parallel if self.global_batch_size == -1 else self.global_batch_size
 
     def sequences_left(self, position: int, end: int, slot_size: int) -> int:
-        """Returns the sequences from `position`, where a slot begins, to `end`, less those of slots that `skip` leaves out (Ledger)."""
+        """Returns the number of sequences from `position`, where a slot begins, to `end`, without those of skipped slots: a slot
+        is skipped as a whole if a span of `skip` has one of its sequences (Ledger)."""
         left = end - position
         for span in self.skip:
             if not span.source and span.end > position:
@@ -232,8 +232,8 @@ class ValidationConfig:
     freq: Annotated[int, "steps between validations; the last step is always validated", ">= 1"] = 100
     steps: Annotated[
         int,
-        "batches of one validation, each as large as the batch of one replica group in a step; a set with fewer sequences is read again "
-        "from its beginning",
+        "batches of one validation, each as large as the batch of one replica group in a step; every group computes all of them; a set "
+        "with fewer sequences is read again from its beginning",
         ">= 1",
     ] = 10
     sources: Annotated[tuple[ValidationSourceConfig, ...], "further sets of documents"] = ()

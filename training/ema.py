@@ -16,7 +16,7 @@ class EMA:
     """The average of each parameter, fp32 and sharded as the parameter is. The first update takes the weights; each later one adds
     (1 - decay) of what they differ by, as torch's AveragedModel does.
 
-    It is a state of the run: in checkpoints under EMA_STATE, healed, and compared between groups as weights are (`parameters`)."""
+    It is saved in checkpoints as EMA_STATE, sent to healing groups, and compared between groups as weights are (hence `parameters`)."""
 
     def __init__(self, parts: Iterable[nn.Module], decay: float) -> None:
         named = [(plain_name(name), parameter) for part in parts for name, parameter in part.named_parameters()]
@@ -46,7 +46,7 @@ class EMA:
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Loads the averages; begins anew if that of any parameter is missing."""
+        """Loads the averages; resets them if that of any parameter is missing."""
         # of another model, or left out of loading
         if not {*self.averages, "n_averaged"} <= state.keys():
             return self.reset()
@@ -56,5 +56,5 @@ class EMA:
         self.n_averaged = state["n_averaged"]
 
     def reset(self) -> None:
-        """Begins the average anew: the next update takes the weights."""
+        """Forgets the average: the next update takes the weights."""
         self.n_averaged = 0

@@ -56,7 +56,7 @@ class MetricsConfig:
 
 class MetricsProcessor:
     """Turns committed steps into log lines, rows of metrics and chart points. Every rank has one, for the checkpoint; one has a `writer`.
-    The first step begins at construction or load_state_dict. A step's seconds exclude progress.LONG_PHASES."""
+    The first step is timed from construction or load_state_dict. A step's seconds exclude progress.LONG_PHASES."""
 
     def __init__(
         self,
@@ -97,9 +97,9 @@ class MetricsProcessor:
     def step(
         self, step: int, commit: Commit, update: Update, *, slot_size: int, inner_steps: int, heals: int | None = None
     ) -> None:
-        """Reports committed step `step`, with `inner_steps` - 1 unreported ones before it. An `update` with `spike` was not applied.
-        `heals`: those that this group has seen, its own included, if there are groups; their metrics are charted on logging steps and
-        whenever they change."""
+        """Reports a committed step; in semi-synchronous training one report stands for a round of `inner_steps`. An `update` with `spike`
+        was not applied. `heals`: those that this group has seen, its own included, if there are groups; their metrics are
+        charted on logging steps and whenever they change."""
         loss, (grad_norm, lr, spike), rewound = commit.mean_loss, update, commit.rewound
         tokens = 0 if spike else round(commit.divisor)
         groups = dict[str, float]()

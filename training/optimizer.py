@@ -104,13 +104,14 @@ class LRSchedulerConfig:
         return max(0, total - self.warmup_steps) if self.decay_ratio < 0 else round(total * self.decay_ratio)
 
 
-class LocalAdam(torch.optim.Adam):
+class ShardedAdam(torch.optim.Adam):
     """Adam or AdamW that updates this rank's local shards; its state has DTensors where its parameters are. DTensor's dispatch, which
     changes nothing in an element-wise update, costs the host 9 ms a step with 291 parameters, and in the first step 0.9 s, growing with the
     square of their number.
 
-    `own_updates`: parameters that the model updates by itself in the same step (models/contract.py). `scales_in_kernel`: True if each fused
-    kernel of the class divides by `grad_scale` and applies nothing if `found_inf` is set; not inherited."""
+    `own_updates`: parameters that the model updates by itself in the same step (models/contract.py). `scales_in_kernel`: True if every
+    fused kernel that step() calls divides by `grad_scale` and applies nothing if `found_inf` is set, as for torch.amp.GradScaler. A
+    subclass declares it again, since it may add a kernel that does not."""
 
     scales_in_kernel = True
     own_updates: Sequence[tuple[nn.Parameter, Callable[[Tensor, Tensor], None]]] = ()
@@ -138,7 +139,7 @@ class LocalAdam(torch.optim.Adam):
         return is_complex
 
 
-class MuonAdamW(LocalAdam):
+class MuonAdamW(ShardedAdam):
     """Muon for the groups with `is_muon`, AdamW for the others (training/muon.py). Muon's settings are keys of its groups, as in torch."""
 
     scales_in_kernel = False  # muon_step has no such kernel: the host reads the norm before it
@@ -166,15 +167,15 @@ class MuonAdamW(LocalAdam):
 
 def build_optimizer(
     config: OptimizerConfig, parts: Iterable[nn.Module], *, compute: torch.dtype = torch.float32
-) -> LocalAdam:
+) -> ShardedAdam:
     """Builds one optimizer over all parts, its state sharded as the parameters are. `compute`: dtype of large matmuls.
 
-    A new optimizer is a name in OptimizerConfig and a class in `classes`, best a subclass of LocalAdam. It must accept the arguments of
+    A new optimizer is a name in OptimizerConfig and a class in `classes`, best a subclass of ShardedAdam. It must accept the arguments of
     the call below; keep only tensors in its state, by parameter, which begin as zeros; make this state in a step with learning rate 0,
     without a collective (ft/optim_state.py); keep `lr_factor` in its groups; carry out `own_updates`; and say by `scales_in_kernel` if its
     fused kernels divide and skip. docs/optimizers.md says where else its name belongs."""
     settings = [*config.groups, ParameterGroup("*")]
-    members = defaultdict[tuple[int, bool], list[nn.Parameter]](list)  # by place in `settings`, and if Muon steps them
+    members = defaultdict[tuple[int, bool], list[nn.Parameter]](list)  # by index in `settings`, and True for Muon
     own = []
     for part in parts:
         updates: Mapping[str, Any] = getattr(part, "own_updates", {})
@@ -194,9 +195,9 @@ def build_optimizer(
         }
         for first, is_muon in sorted(members)
     ]
-    classes: dict[str, Callable[..., LocalAdam]] = {
-        "AdamW": partial(LocalAdam, decoupled_weight_decay=True),
-        "Adam": LocalAdam,
+    classes: dict[str, Callable[..., ShardedAdam]] = {
+        "AdamW": partial(ShardedAdam, decoupled_weight_decay=True),
+        "Adam": ShardedAdam,
         "Muon": partial(MuonAdamW, orthogonal_dtype=compute),
     }
     optimizer = classes[config.name](
@@ -316,7 +317,7 @@ class OptimizerStep:
                 )
                 for group in self.optimizer.param_groups:
                     group["lr"] = lr * group["lr_factor"]
-                # the division by the number of tokens, and clipping, in one factor: what gradients are divided by
+                # one division by the number of tokens that also clips: grad / divisor * min(1, max_norm / (norm / divisor))
                 max_norm = self.training.max_norm * divisor  # bound for the norm of the sums
                 grad_scale = divisor * ((norm / max_norm).clamp(min=1.0) if max_norm > 0 else torch.ones_like(norm))
                 if fused:  # the kernel divides by grad_scale and skips the update if found_inf is set: no host sync
@@ -327,7 +328,7 @@ class OptimizerStep:
                     if gradients:
                         torch._foreach_div_(gradients, grad_scale.item())
                 self.optimizer.step()
-        with self.progress.phase("reduce"):
+        with self.progress.phase("optimizer" if fused else "reduce"):  # on CUDA it waits for the fused kernels
             grad_norm, *losses = values.tolist()
         spike = "" if spikes is None or not divisor else spikes.judge(grad_norm, losses[0], divisor)
         if not divisor:

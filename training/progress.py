@@ -41,7 +41,8 @@ LONG_PHASES = frozenset({"start", "checkpoint", "validation", "sample", "trace"}
 
 class Progress:
     """The current phase of this rank, and the seconds spent in each phase. Phases nest; time counts for the innermost phase, or for the
-    outermost enclosing one of LONG_PHASES (data loading of a validation counts as validation). Entered by the constructing thread only."""
+    outermost enclosing one of LONG_PHASES (data loading of a validation counts as validation). Only the constructing thread may
+    enter one."""
 
     def __init__(self, clock: Clock = time.monotonic) -> None:
         self.seconds: dict[str, float] = {}
@@ -68,7 +69,7 @@ class Progress:
             self._stack = outer
 
     def renew(self) -> None:
-        """Restarts the time that the watchdog limits, of all open phases: what they wait for makes progress."""
+        """Restarts the watchdog's timeout of all open phases, while what they wait for makes progress."""
         self._account()
         self._stack = tuple((name, self._mark) for name, _ in self._stack)
 

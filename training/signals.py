@@ -14,8 +14,8 @@ from typing import Any
 from training.progress import Clock
 
 STOP = 1  # save, then exit 0
-SAVE = 2  # save, then go on
-STEPS_TO_STOP = 3  # where a stop is requested in step n, all groups have ended before step n + 3
+SAVE = 2  # save, then continue
+STEPS_TO_STOP = 3  # bound on the steps that groups commit from the step of a stop request on
 SAME_SIGNAL_S = 2.0  # launcher, terminal and scheduler may each deliver a signal: repeats within this time are ignored
 
 LOG_JOIN_S = 1.0  # longest wait for a log line, which blocks only if nobody reads the pipe

@@ -22,8 +22,8 @@ class SpikeRule:
     """A step is a spike if its loss or the norm of its gradient is NaN or infinite, or exceeds the mean of the window by more than
     training.spike_factor standard deviations. The window has the values of the newest training.spike_window steps that were applied, so a
     spike does not raise the next bound; until it is full, only NaN and Inf count. All ranks of all groups have the same values and bounds,
-    in fp32, so all decide alike, and the device decides as the host does. The window is part of every checkpoint: a run that goes back to
-    one (on_spike = rewind) compares with the steps before that one."""
+    in fp32, so they take the same decision, and the fused kernel (`accepts`) the same as the host (`judge`). The window is part of every
+    checkpoint: a run that goes back to one (on_spike = rewind) compares with the steps before that one."""
 
     def __init__(self, config: TrainingConfig) -> None:
         self._factor = config.spike_factor

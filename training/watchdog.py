@@ -35,11 +35,15 @@ def dump_stacks(after_s: float) -> None:
 class Watchdog:
     """Reports the phase of each rank after `timeout_s` without a finished step, and then ends the process.
 
-    The first step of a launch, and every phase of progress.LONG_PHASES, may take `long_timeout_s`. A rank that suspects a hang publishes
-    its phase; rank 0 (another rank if 0 is gone) waits up to ANSWER_S for the others and prints one line; GRACE_S later every rank
-    dumps its stacks and exits. A step that finishes in between cancels this, and so does a confirmation by the replica group's server
-    that the group waits for others (`last_waiting_for_others_at_s`: its time, on `clock`). `store`: a separate connection
-    (`store.clone()`), since the loop may block in a shared one. `record`: saves the flight recorder, once per hang."""
+    The first step of a launch, and every phase of progress.LONG_PHASES, may take `long_timeout_s`.
+
+    1. A rank that suspects a hang publishes its phase.
+    2. Rank 0 (another rank if 0 is dead) waits up to ANSWER_S for the others and prints one line.
+    3. GRACE_S later every rank dumps its stacks and exits.
+
+    A step that finishes in between cancels this, and so does a confirmation by the replica group's server that the group waits for others
+    (`last_waiting_for_others_at_s`: its time, on `clock`). `store`: a separate connection (`store.clone()`), since the loop may block in
+    a shared one. `record`: saves the flight recorder, once per hang."""
 
     def __init__(
         self,
@@ -68,7 +72,8 @@ class Watchdog:
         self._waiting_since = self._last_poll = clock()
         self._suspected_at: float | None = None  # None: no hang is suspected
         self._steps_when_suspected = 0
-        self._reported, self._told = False, ""  # key of the report
+        self._reported = False
+        self._report_key = ""
         self._stopped = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -106,7 +111,7 @@ class Watchdog:
             self._suspected_at = None
             with contextlib.suppress(RuntimeError):  # readers recognise a stale entry by its step
                 self._store.delete_key(self._key(self._global_rank))
-                self._store.delete_key(self._told)  # a second hang in the same step is reported, too
+                self._store.delete_key(self._report_key)  # a second hang in the same step is reported, too
         elif waited_s > limit_s:
             self._suspect(now, waited_s)
 
@@ -131,8 +136,8 @@ class Watchdog:
             if len(answers) < self._world_size and now - self._suspected_at < self._print_after_s:
                 return
             step = min(answer["step"] for answer in answers.values())
-            self._told = f"watchdog/told/{step}"
-            mine = self._store.add(self._told, 1) == 1  # only one rank prints
+            self._report_key = f"watchdog/told/{step}"
+            mine = self._store.add(self._report_key, 1) == 1  # only one rank prints
         except RuntimeError as error:  # the rank that hosts the store is gone: report this rank only
             answers, mine = {self._global_rank: json.loads(self._own_phase())}, True
             self._log.warning("the phases of the other ranks are unknown: %s", str(error).splitlines()[0])

@@ -16,7 +16,7 @@ from models.llama import FeedForward
 from parallelisms.activation_checkpoint import ActivationCheckpointConfig, apply_activation_checkpoint
 from parallelisms.expert import check_experts
 from parallelisms.mesh import ParallelismConfig, degrees
-from training.optimizer import LocalAdam, OptimizerConfig, build_optimizer
+from training.optimizer import OptimizerConfig, ShardedAdam, build_optimizer
 
 SMALL = moe.Config(
     name="moe", dim=32, n_layers=3, n_heads=4, n_kv_heads=2, head_dim=8, hidden_dim=48, expert_hidden_dim=16, n_experts=6,
@@ -95,7 +95,7 @@ def test_the_load_is_counted_once_for_what_is_trained_on(mode: Any):
 def test_the_bias_moves_against_the_load_by_the_rate_and_the_optimizer_leaves_it_alone():
     model = built()
     optimizer = build_optimizer(OptimizerConfig(lr=0.1), [model])
-    assert isinstance(optimizer, LocalAdam)
+    assert isinstance(optimizer, ShardedAdam)
     model(tokens()).logsumexp(-1).sum().backward()
     biases = {name: p for name, p in model.named_parameters() if name.endswith("router.bias")}
     loads = {name: bias.grad.clone() for name, bias in biases.items() if bias.grad is not None}

@@ -16,11 +16,11 @@ from torch.utils._pytree import tree_leaves
 
 from training.config import TrainingConfig
 from training.optimizer import (
-    LocalAdam,
     LRSchedulerConfig,
     OptimizerConfig,
     OptimizerStep,
     ParameterGroup,
+    ShardedAdam,
     Update,
     build_optimizer,
     check_patterns,
@@ -89,7 +89,7 @@ def test_a_step_divides_clips_and_sets_the_rate_times_each_groups_factor(
         )
 
 
-class Unscaled(LocalAdam):
+class Unscaled(ShardedAdam):
     """A new optimizer, whose kernel knows neither grad_scale nor found_inf."""
 
     @torch.no_grad()

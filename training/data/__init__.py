@@ -1,5 +1,7 @@
 """Batches by position, from text or token files: sources, cache, order, loader; dataset.py is the entry point.
 
-A new source is added in `find_source` of sources.py (files) or `open_data` of dataset.py (streams). A new format of text files needs its
-suffix in TEXT_SUFFIXES and its reader in `kinds` of TextSource.documents; `reading` changes if files that could be read before give other
-documents."""
+A new source is a name in TrainingConfig.dataset and its checks (../config.py), and a branch of `find_source` in sources.py (files) or of
+`open_data` in dataset.py (stores, streams: a subclass of _OrderedData or _Data). A key that changes the order of the data begins with
+"dataset", "seed" or "seq_len", since DataSegment records these. Packing is an Order (order.py), a batch `make_batch` (loader.py). A new
+format of text files needs its suffix in TEXT_SUFFIXES and its reader in `kinds` of TextSource.documents; `reading` changes if files that
+could be read before give other documents."""
