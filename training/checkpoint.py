@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, TypeVar, 
 import torch
 
 from ft.seam import from_checkpoint
-from training import checkpoint_files as files
+from training import checkpoint_files
 from training.checkpoint_files import (
     EMA_STATE,
     ROWS_STATE,
@@ -353,8 +353,8 @@ class Checkpointer:
 
     def _find_abandoned(self) -> None:
         """Notes on rank 0 the checkpoints newer than load_step; damaged ones are not used anyway."""
-        newer = (step for step in files.list_steps(self.folder) if step > self._loaded_step)
-        found = {step: manifest_or_problem(files.step_folder(self.folder, step)) for step in newer}
+        newer = (step for step in checkpoint_files.list_steps(self.folder) if step > self._loaded_step)
+        found = {step: manifest_or_problem(checkpoint_files.step_folder(self.folder, step)) for step in newer}
         stored = {step: each for step, each in self._stored().items() if each and step > self._loaded_step}
         self._abandoned = {step: each for step, each in found.items() if isinstance(each, Manifest)}, stored
 
@@ -363,9 +363,13 @@ class Checkpointer:
         belong to this run's history. Called before the first row and the first save, in different threads. Raises OSError."""
         with self._setting_aside:
             own, stored = self._abandoned
-            same = [step for step, found in own.items() if files.is_same(files.step_folder(self.folder, step), found)]
+            same = [
+                step
+                for step, found in own.items()
+                if checkpoint_files.is_same(checkpoint_files.step_folder(self.folder, step), found)
+            ]
             for step in same:
-                files.set_aside(self.folder, step)
+                checkpoint_files.set_aside(self.folder, step)
             self._abandoned = {}, {}
         self._stale.difference_update(same)
         if same:
@@ -382,7 +386,7 @@ class Checkpointer:
         abandoned, goes_back = self._uploader.abandoned, math.isfinite(before)
         stored = {step: found for step, found in self._stored().items() if not found or abandoned.get(step) != found}
         self._uploader.replaceable.update(stored)  # by this launch, if it trains these steps again
-        if wanted >= 0 and wanted not in (*stored, *files.list_steps(self.folder)):
+        if wanted >= 0 and wanted not in (*stored, *checkpoint_files.list_steps(self.folder)):
             phrase = steps_phrase([*stored], wanted)
             raise ValueError(f"checkpoint.load_step = {wanted}: not in {self.place}, nor in {self.folder}; {phrase}")
         damaged = []
@@ -397,19 +401,21 @@ class Checkpointer:
                 if self._saves_enabled and self._lease.shared and wanted < 0 and not goes_back:
                     in_use, keep = self._uploader.in_use, self._config.keep_latest_k
                     with suppress(OSError):
-                        files.prune(self.folder, keep, written=step, damaged=self._damaged, in_use=in_use)
+                        checkpoint_files.prune(self.folder, keep, written=step, damaged=self._damaged, in_use=in_use)
                 break
             except Damaged as damage:
                 damaged.append(f"step {step}: {damage}")
                 self._log.warning("checkpoint: step %d in %s is damaged and not used: %s", step, self.place, damage)
             except OSError as error:  # of the store, or of a full disk
                 what = f"checkpoint: step {step} cannot be copied from {self.place} to {self.folder}"
-                raise CheckpointFailed(f"{what}: {files.reason(error)}; the next launch copies the rest") from None
+                raise CheckpointFailed(
+                    f"{what}: {checkpoint_files.reason(error)}; the next launch copies the rest"
+                ) from None
         else:
-            if damaged and not files.list_steps(self.folder):
+            if damaged and not checkpoint_files.list_steps(self.folder):
                 raise CheckpointFailed(f"checkpoint: no checkpoint in {self.place} is intact ({'; '.join(damaged)})")
         for step in stored:  # what an earlier launch had begun to copy, if it is not needed any more
-            files.discard(self.folder, step, fetch_suffix(self._fetcher))
+            checkpoint_files.discard(self.folder, step, fetch_suffix(self._fetcher))
         if self._saves_enabled and not self._uploader.done and not self._uploader.in_use:  # none is on its way
             self._uploader.tidy()
 
@@ -420,12 +426,14 @@ class Checkpointer:
         goes_back = math.isfinite(before)
 
         def is_unfit(step: int) -> bool:
-            path = files.step_folder(self.folder, step)
+            path = checkpoint_files.step_folder(self.folder, step)
             return step >= before or (goes_back and self._is_foreign(step, manifest_or_problem(path)))
 
-        own = files.newest(self.folder, exclude=list(filter(is_unfit, files.list_steps(self.folder))))
+        own = checkpoint_files.newest(
+            self.folder, exclude=list(filter(is_unfit, checkpoint_files.list_steps(self.folder)))
+        )
         recency = {step: found.recency if found else (0, step) for step, found in stored.items()}
-        own_recency = files.recency(self.folder, own)
+        own_recency = checkpoint_files.recency(self.folder, own)
         last = {
             step
             for step, found in stored.items()
@@ -447,7 +455,7 @@ class Checkpointer:
         """Replaces a damaged checkpoint, on rank 0, by that of the object store; None: it has no intact one."""
         assert self._uploader
         try:
-            return files.read_manifest(self._copy(self._uploader.store, step, self.folder, anew=True))
+            return checkpoint_files.read_manifest(self._copy(self._uploader.store, step, self.folder, anew=True))
         except (OSError, Damaged):
             return None
 
@@ -497,7 +505,7 @@ class Checkpointer:
             raise self._unreadable(error) from None
 
     def _unreadable(self, error: OSError) -> CheckpointFailed:
-        why = f"checkpoint: {self.place} cannot be read: {files.reason(error)}"
+        why = f"checkpoint: {self.place} cannot be read: {checkpoint_files.reason(error)}"
         return CheckpointFailed(f"{why}; refusing to start: it may hold this run's checkpoints")
 
     def newest_step(self, kind: str = "full") -> int:
@@ -506,9 +514,9 @@ class Checkpointer:
         self.wait()
 
         def newest() -> int:
-            own = files.newest(self.folder, kind=kind) or 0
+            own = checkpoint_files.newest(self.folder, kind=kind) or 0
             stored = (found.recency for found in self._stored().values() if found and found.kind == kind)
-            return max([files.recency(self.folder, own), *stored])[1]
+            return max([checkpoint_files.recency(self.folder, own), *stored])[1]
 
         return self._ranks.on_rank0(newest)
 
@@ -524,7 +532,7 @@ class Checkpointer:
         if (
             uploader is not None
             and self._saves_enabled
-            and step in {*files.list_steps(self.folder)} - uploader.replaceable
+            and step in {*checkpoint_files.list_steps(self.folder)} - uploader.replaceable
         ):
             uploader.enqueue(step)
 
@@ -594,7 +602,7 @@ class Checkpointer:
             if not lease.acquire():  # here, as it reads a file, which must not block the training thread
                 return None
             self._on_stage("begin")
-            return files.begin(self.folder, step, lease.suffix)
+            return checkpoint_files.begin(self.folder, step, lease.suffix)
 
         try:
             partial = self._ranks.on_rank0(begin)
@@ -603,7 +611,7 @@ class Checkpointer:
             self._on_stage("write")
             records = dcp.write(states, partial, group=self._ranks.group, planner=planner)
         except OSError as error:
-            own_error = files.reason(error)
+            own_error = checkpoint_files.reason(error)
         except dcp.OtherRankFailed as error:
             peer_error = str(error)
         reports = self._ranks.all_gather(SaveReport(records, own_error, peer_error))
@@ -638,49 +646,53 @@ class Checkpointer:
             if problem := next(filter(None, problems), ""):
                 raise OSError(problem)
             if is_late():
-                files.discard(self.folder, step, lease.suffix)
+                checkpoint_files.discard(self.folder, step, lease.suffix)
                 return None
             self._on_stage("publish")
             self.set_abandoned_aside()  # a kill before the next line leaves load_step the newest
-            files.publish(self.folder, manifest, lease.suffix)
+            checkpoint_files.publish(self.folder, manifest, lease.suffix)
         except OSError as error:
-            files.discard(self.folder, step, lease.suffix)
+            checkpoint_files.discard(self.folder, step, lease.suffix)
             with suppress(OSError):  # with failing storage the lease may be unreadable too
                 if is_late():
                     return None
             rest = ""
             with suppress(OSError):
-                good = files.newest(self.folder, exclude=self._damaged)
+                good = checkpoint_files.newest(self.folder, exclude=self._damaged)
                 rest = "; there is no earlier one" if good is None else f"; step {good} is the last good one"
-            raise CheckpointFailed(f"checkpoint: step {step} not saved: {files.reason(error)}{rest}") from None
+            raise CheckpointFailed(
+                f"checkpoint: step {step} not saved: {checkpoint_files.reason(error)}{rest}"
+            ) from None
         try:
             in_use, damaged = self._uploader.in_use if self._uploader else (), self._damaged.keys() - {step}
             keep = self._config.keep_latest_k
             if lease.settled:
-                files.prune(self.folder, keep, written=step, branch=branch, damaged=damaged, in_use=in_use)
+                checkpoint_files.prune(self.folder, keep, written=step, branch=branch, damaged=damaged, in_use=in_use)
                 # copies that groups began which never returned; the store does not keep those steps either
                 if lease.shared:
-                    oldest = min(files.list_steps(self.folder), default=0)
-                    files.tidy(self.folder, oldest - 1, lambda suffix: suffix.startswith(FETCH))
+                    oldest = min(checkpoint_files.list_steps(self.folder), default=0)
+                    checkpoint_files.tidy(self.folder, oldest - 1, lambda suffix: suffix.startswith(FETCH))
         except OSError as error:
-            self._log.warning("checkpoint: older ones could not be removed: %s", files.reason(error))
+            self._log.warning("checkpoint: older ones could not be removed: %s", checkpoint_files.reason(error))
         if lease.shared:
             self._tidy(until=step)
         return manifest.size_bytes
 
     def _tidy(self, until: int | None = None, *, restore_only: bool = False) -> None:
         """Removes, on rank 0, the leftovers of a killed process. `until`: only up to that step; other groups may be writing later ones.
-        `restore_only`: see files.tidy."""
+        `restore_only`: see checkpoint_files.tidy."""
         try:
-            notes = files.tidy(self.folder, until, self._lease.may_remove, restore_only=restore_only)
+            notes = checkpoint_files.tidy(self.folder, until, self._lease.may_remove, restore_only=restore_only)
         except OSError as error:
-            notes = [f"its files could not be removed ({files.reason(error)})"]
+            notes = [f"its files could not be removed ({checkpoint_files.reason(error)})"]
         if notes:
             self._log.warning("checkpoint: a save was interrupted by a kill: %s", ", ".join(notes))
 
     def _newest(self) -> int:
         """Returns the newest saved step of either kind, ignoring those in `_stale`; 0: none."""
-        return max(files.newest(self.folder, kind=kind, exclude=self._stale) or 0 for kind in ("full", "model"))
+        return max(
+            checkpoint_files.newest(self.folder, kind=kind, exclude=self._stale) or 0 for kind in ("full", "model")
+        )
 
     def _find_newest(self) -> None:
         self._found_step = self._newest()
@@ -691,9 +703,9 @@ class Checkpointer:
         except (FileNotFoundError, NotADirectoryError):
             return []
         except OSError as error:  # the folder may contain this run's checkpoints
-            why = f"checkpoint: {self.folder} cannot be read: {files.reason(error)}"
+            why = f"checkpoint: {self.folder} cannot be read: {checkpoint_files.reason(error)}"
             raise CheckpointFailed(f"{why}; refusing to start a new run over it") from None
-        return files.list_steps(self.folder)
+        return checkpoint_files.list_steps(self.folder)
 
     def _load_own(self, steps: Sequence[int]) -> int:
         wanted = self._config.load_step
@@ -713,7 +725,7 @@ class Checkpointer:
             raise ValueError(
                 f"checkpoint.load_step = {wanted}: step {newest} in {self.folder} has only the weights "
                 "(checkpoint.last_save_model_only), so this run cannot resume from it; a new run can start from them: "
-                f'checkpoint.initial_load_path = "{files.step_folder(self.folder, newest)}"'
+                f'checkpoint.initial_load_path = "{checkpoint_files.step_folder(self.folder, newest)}"'
             )
         self._load_seed(surveyed[0])
         return 0
@@ -722,8 +734,8 @@ class Checkpointer:
         """Returns on all ranks manifest_or_problem of these steps (None: of all, the newest first). Collective."""
 
         def survey() -> dict[int, Manifest | str]:
-            found = files.by_recency(self.folder) if steps is None else steps
-            return {step: manifest_or_problem(files.step_folder(self.folder, step)) for step in found}
+            found = checkpoint_files.by_recency(self.folder) if steps is None else steps
+            return {step: manifest_or_problem(checkpoint_files.step_folder(self.folder, step)) for step in found}
 
         return self._ranks.on_rank0(survey)
 
@@ -732,7 +744,7 @@ class Checkpointer:
         for step, found in surveyed.items():
             if isinstance(found, Manifest) and found.kind == "model":
                 continue
-            path = files.step_folder(self.folder, step)
+            path = checkpoint_files.step_folder(self.folder, step)
             problem = self._restore(path, found, tuple(self._states))
             if problem and is_url(self._config.folder):
                 found = self._copy_on_rank0(partial(self._fetch_again, step)) or problem
@@ -750,7 +762,7 @@ class Checkpointer:
         return None
 
     def _load_seed(self, found: Manifest | str) -> None:
-        path = files.step_folder(self.folder, 0)
+        path = checkpoint_files.step_folder(self.folder, 0)
         if problem := self._restore(path, found, ("model",)):
             raise CheckpointFailed(f"checkpoint: the seed {path} is damaged: {problem}")
 
@@ -766,10 +778,10 @@ class Checkpointer:
             try:
                 self.set_abandoned_aside()
             except OSError as error:
-                raise CheckpointFailed(f"checkpoint: {self.folder}: {files.reason(error)}") from None
+                raise CheckpointFailed(f"checkpoint: {self.folder}: {checkpoint_files.reason(error)}") from None
             # without replica groups the disk has what this launch has loaded and saved, also while the store does not answer
             if is_url(self._config.folder) and (
-                self._lease.shared or not any(at < step for at in files.list_steps(self.folder))
+                self._lease.shared or not any(at < step for at in checkpoint_files.list_steps(self.folder))
             ):
                 self._fetch(-1, before=step)  # not load_step: the run has gone on since
 
@@ -811,11 +823,11 @@ class Checkpointer:
 
         def find() -> tuple[Path, Manifest | str | None]:
             path = self._fetch_initial()
-            return path, manifest_or_problem(path) if (path / files.MANIFEST).exists() else None
+            return path, manifest_or_problem(path) if (path / checkpoint_files.MANIFEST).exists() else None
 
         path, found = self._copy_on_rank0(find)
         if found is None:
-            self._warn("%s: has no %s, so it is not verified", setting, files.MANIFEST)
+            self._warn("%s: has no %s, so it is not verified", setting, checkpoint_files.MANIFEST)
         is_full = isinstance(found, Manifest) and found.kind == "full"
         if not config.initial_load_model_only and not is_full and not isinstance(found, str):
             raise ValueError(f"{setting}: has only the weights; nearest: checkpoint.initial_load_model_only = true")
@@ -849,7 +861,7 @@ class Checkpointer:
                 if last == f"step-{step}":
                     return self._copy(store, step, self._run_folder / INITIAL)
         except OSError as error:
-            raise CheckpointFailed(f"{setting}: cannot be read: {files.reason(error)}") from None
+            raise CheckpointFailed(f"{setting}: cannot be read: {checkpoint_files.reason(error)}") from None
         except Damaged as damage:
             raise CheckpointFailed(f"{setting}: damaged: {damage}") from None
         raise ValueError(f"{setting}: not a checkpoint; {steps_phrase(steps, -1)}")
@@ -865,7 +877,7 @@ class Checkpointer:
         config, ranks = self._config, self._ranks
         if found is not None and config.verify_digests:  # each rank verifies a share
             try:
-                files.verify(path, found, share=ranks.rank, shares=ranks.world_size)
+                checkpoint_files.verify(path, found, share=ranks.rank, shares=ranks.world_size)
                 problem = ""
             except Damaged as damage:
                 problem = str(damage)
@@ -923,9 +935,9 @@ def checkpoint_to_continue(
     if not config.enable:
         return None
     folder = run_folder / config.local_folder
-    step = config.load_step if config.load_step >= 0 else files.newest(folder)
-    if step is not None or files.list_steps(folder):
-        return None if step is None else files.step_folder(folder, step)
+    step = config.load_step if config.load_step >= 0 else checkpoint_files.newest(folder)
+    if step is not None or checkpoint_files.list_steps(folder):
+        return None if step is None else checkpoint_files.step_folder(folder, step)
     excluded = "ledger" in config.exclude_from_loading
     if not config.initial_load_path or config.initial_load_model_only or excluded:
         return None
@@ -946,7 +958,7 @@ def step_and_ledger(path: Path) -> tuple[int, dict[str, Any]]:
 def manifest_or_problem(path: Path) -> Manifest | str:
     """Returns the manifest, or the damage to the checkpoint as far as the sizes of its files show it."""
     try:
-        return files.read_manifest(path)
+        return checkpoint_files.read_manifest(path)
     except Damaged as damage:
         return str(damage)
 
@@ -959,11 +971,11 @@ def initial_folder(name: str) -> Path:
         if (path / ".metadata").is_file():
             return path
     for folder in (path, path / "checkpoint"):
-        if steps := files.list_steps(folder):
-            nearest = files.step_folder(folder, steps[-1])
+        if steps := checkpoint_files.list_steps(folder):
+            nearest = checkpoint_files.step_folder(folder, steps[-1])
             raise ValueError(f'{setting}: a folder of checkpoints, not a checkpoint; nearest: "{nearest}"')
     if not is_there:
-        raise ValueError(f"{setting}: no such folder; {steps_phrase(files.list_steps(path.parent), -1)}")
+        raise ValueError(f"{setting}: no such folder; {steps_phrase(checkpoint_files.list_steps(path.parent), -1)}")
     raise ValueError(f"{setting}: not a checkpoint, as it has no file .metadata")
 
 

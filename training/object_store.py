@@ -28,7 +28,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from training import checkpoint_files as files
+from training import checkpoint_files
 from training.checkpoint_files import MANIFEST, CheckpointFailed, Damaged, FileRecord, Manifest
 from training.config import need
 from training.durable_files import replace_file
@@ -109,7 +109,7 @@ class ObjectStore:
 
     def is_ahead_of(self, folder: Path) -> bool:
         """Returns True if the newest full checkpoint here is newer than that of a folder."""
-        own_recency = files.recency(folder, files.newest(folder))
+        own_recency = checkpoint_files.recency(folder, checkpoint_files.newest(folder))
         return any(found.recency > own_recency for found in self.manifests().values() if found and found.kind == "full")
 
     def manifest(self, step: int) -> Manifest:
@@ -123,7 +123,7 @@ class ObjectStore:
     ) -> Manifest:
         """Copies the checkpoint in the folder `path` into the store; its manifest last, and only if the step has none, or an equal one, or
         one that `replaces` accepts (None: damaged). `anew`: files that are there are sent again, as they may be damaged."""
-        manifest = files.read_manifest(path)
+        manifest = checkpoint_files.read_manifest(path)
         folder, present = f"step-{manifest.step}/", {} if anew else self.objects().get(manifest.step, {})
         for file in manifest.files:
             if present.get(object_name(file)) != file.size_bytes:
@@ -162,27 +162,27 @@ class ObjectStore:
         manifest and files of those sizes stays, unverified. A fetch that was interrupted goes on: the segments that are on disk stay, if
         they verify; those of another step are removed. `fetcher`: sets apart processes that share the folder. `on_bytes`: called for the
         bytes of each segment; what it raises ends the fetch. Raises Damaged."""
-        manifest, target = self.manifest(step), files.step_folder(folder, step)
+        manifest, target = self.manifest(step), checkpoint_files.step_folder(folder, step)
 
         def is_there() -> bool:
             with suppress(Damaged):
-                return not anew and files.read_manifest(target) == manifest
+                return not anew and checkpoint_files.read_manifest(target) == manifest
             return False
 
         if is_there():
             return target
         present, suffix = self.objects().get(step, {}), fetch_suffix(fetcher)
-        is_begun = files.step_folder(folder, step, f".partial{suffix}").exists()
-        partial = files.begin(folder, step, suffix, keep=True)
+        is_begun = checkpoint_files.step_folder(folder, step, f".partial{suffix}").exists()
+        partial = checkpoint_files.begin(folder, step, suffix, keep=True)
         for other in folder.glob("step-*"):
             if other != partial and other.name.endswith(f".partial{suffix}"):
                 shutil.rmtree(other)  # the disk may have no room for both
 
-        def fetch_segment(segment: files.FileSegment) -> int:
+        def fetch_segment(segment: checkpoint_files.FileSegment) -> int:
             file, first, end, _ = segment
             if is_begun:
                 with suppress(Damaged):
-                    files.verify_segment(partial, segment)
+                    checkpoint_files.verify_segment(partial, segment)
                     return end - first
             content = self._call("cat_file", f"step-{step}/{object_name(file)}", start=first, end=end)
             with (partial / file.name).open("r+b") as copy:
@@ -190,7 +190,7 @@ class ObjectStore:
                 copy.write(content)
                 copy.flush()
                 os.fsync(copy.fileno())
-            files.verify_segment(partial, segment)
+            checkpoint_files.verify_segment(partial, segment)
             return end - first
 
         try:
@@ -203,14 +203,16 @@ class ObjectStore:
                 with (partial / file.name).open("ab") as copy:
                     copy.truncate(file.size_bytes)
             with ThreadPoolExecutor(FETCHES, thread_name_prefix="checkpoint-fetch") as pool:
-                for count in pool.map(fetch_segment, files.segments(manifest)):  # an exception here cancels the rest
+                for count in pool.map(
+                    fetch_segment, checkpoint_files.segments(manifest)
+                ):  # an exception here cancels the rest
                     on_bytes(count)
             if is_there():  # another group that shares the folder was faster, and reads it now
-                files.discard(folder, step, suffix)
+                checkpoint_files.discard(folder, step, suffix)
                 return target
-            return files.publish(folder, manifest, suffix, is_copy=True)
+            return checkpoint_files.publish(folder, manifest, suffix, is_copy=True)
         except Damaged:
-            files.discard(folder, step, suffix)
+            checkpoint_files.discard(folder, step, suffix)
             raise
 
     def set_aside(self, step: int, manifest: Manifest) -> None:
@@ -273,12 +275,12 @@ class ObjectStore:
                 replace_file(folder / name, content)
 
     def prune(self, keep: int, *, written: int, branch: int = 0) -> None:
-        """Removes what files.prune would of a folder."""
+        """Removes what checkpoint_files.prune would of a folder."""
         found = self.manifests() if keep or branch else {}
         steps = [step for step, each in found.items() if each and step > written and each.branch < branch]
         kinds = {step: each.kind if each else "damaged" for step, each in found.items() if step not in steps}
         unsettled = [step for step, each in found.items() if each and not each.settled]
-        for step in [*steps, *files.outdated(kinds, keep, written=written, uncounted=unsettled)]:
+        for step in [*steps, *checkpoint_files.outdated(kinds, keep, written=written, uncounted=unsettled)]:
             # the files are those of no checkpoint then: `tidy` removes them
             self._call("rm_file", f"step-{step}/{MANIFEST}")
 
@@ -388,7 +390,7 @@ class Uploader:
             if self._changed.wait_for(lambda: self._wanted is None or self._refused, timeout_s):
                 if self._wanted is not None:
                     self._refusal_raised = True
-                    where = files.step_folder(self._folder, self._wanted)
+                    where = checkpoint_files.step_folder(self._folder, self._wanted)
                     raise CheckpointFailed(
                         f"checkpoint: step {self._wanted} is not in {self.store.url}: {self._failure}; it is in {where}, and the same "
                         "command puts it there"
@@ -458,8 +460,8 @@ class Uploader:
             return lease.shared and manifest.settled and not lease.is_superseded()
 
         try:
-            path, anew = files.step_folder(self._folder, step), step in self.replaceable
-            manifest = files.read_manifest(path)
+            path, anew = checkpoint_files.step_folder(self._folder, step), step in self.replaceable
+            manifest = checkpoint_files.read_manifest(path)
             for newer in list(self.abandoned):
                 self.store.set_aside(newer, self.abandoned[newer])
                 del self.abandoned[newer]
@@ -467,7 +469,7 @@ class Uploader:
             self.store.put_files(self._folder.parent, self._extra_files)
             self.store.put(path, replaces=replaces, anew=anew)
         except (OSError, Damaged) as error:
-            if lease.shared and (here := files.list_steps(self._folder)) and step not in here:
+            if lease.shared and (here := checkpoint_files.list_steps(self._folder)) and step not in here:
                 self._log.info(
                     "checkpoint: step %d not put into %s: the group that writes now has removed it",
                     step,
@@ -479,7 +481,7 @@ class Uploader:
                     "checkpoint: step %d not put into %s: another group has put it there", step, self.store.url
                 )
                 return ""
-            return files.reason(error) if isinstance(error, OSError) else str(error)
+            return checkpoint_files.reason(error) if isinstance(error, OSError) else str(error)
         except Exception as error:  # noqa: BLE001 (a thread that has ended would leave the run waiting)
             return f"{type(error).__name__}: {error}"
         self.done.add(step)
@@ -502,7 +504,7 @@ class Uploader:
             elif written is not None and not self.lease.is_superseded():  # another group may be uploading a later one
                 self.store.tidy(until=written)
         except OSError as error:
-            why = files.reason(error)
+            why = checkpoint_files.reason(error)
             self._log.warning("checkpoint: what %s no longer needs could not be removed: %s", self.store.url, why)
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from scripts import generate, make_seed_checkpoint
 from tests.scripts.hf_world import run, same, tensors
 from tests.scripts.tiny_job import python
-from training import checkpoint_files as files
+from training import checkpoint_files
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.usefixtures("in_the_folder")]
 RUN, MADE = Path("outputs/tiny"), Path("made")
@@ -32,8 +32,8 @@ def made(in_the_folder: None) -> dict[int, dict[str, Tensor]]:
         shutil.rmtree(RUN, ignore_errors=True)
         assert make_seed_checkpoint.main(["tiny.toml", f"--training.seed={step}"]) == 0
         shutil.move(CHECKPOINTS / "step-0", put(step, MADE))
-        manifest = replace(files.read_manifest(put(step, MADE)), step=step)
-        (put(step, MADE) / files.MANIFEST).write_text(manifest.to_json())
+        manifest = replace(checkpoint_files.read_manifest(put(step, MADE)), step=step)
+        (put(step, MADE) / checkpoint_files.MANIFEST).write_text(manifest.to_json())
     exports = {}
     for step in (1, 2, 3):
         publish(step)
@@ -45,7 +45,7 @@ def made(in_the_folder: None) -> dict[int, dict[str, Tensor]]:
 
 
 def put(step: int, folder: Path = CHECKPOINTS) -> Path:
-    return files.step_folder(folder, step)
+    return checkpoint_files.step_folder(folder, step)
 
 
 def publish(step: int, under: int = 0) -> None:
@@ -53,7 +53,9 @@ def publish(step: int, under: int = 0) -> None:
     target = put(under or step)
     partial = shutil.copytree(put(step, MADE), target.with_name(f"{target.name}.partial"))
     if under:
-        (partial / files.MANIFEST).write_text(replace(files.read_manifest(partial), step=under).to_json())
+        (partial / checkpoint_files.MANIFEST).write_text(
+            replace(checkpoint_files.read_manifest(partial), step=under).to_json()
+        )
         shutil.rmtree(target)
     partial.rename(target)
 

@@ -19,7 +19,7 @@ from tests.unit.data_corpus import write_jsonl
 from tests.unit.fakes import Lines
 from tests.unit.test_object_store import checkpoint
 from training import checkpoint_dcp as dcp
-from training import checkpoint_files as files
+from training import checkpoint_files
 from training.data.dataset import open_data
 from training.object_store import ObjectStore
 from training.tokenizer import ByteTokenizer
@@ -52,10 +52,12 @@ def save_run(name: str) -> tuple[Path, int]:
     step = {"step": STEP, "commit_id": "", "commit_quorum_id": 0, "ledger": ledger}
     states = {"ledger": to_checkpoint(step), "data": data.state_dict()}
     folder = config.run_folder / "checkpoint"
-    records = tuple(dcp.write(states, files.begin(folder, STEP), group=None))
-    files.publish(folder, files.Manifest(STEP, "full", tuple(states), 1, torch.__version__, "", records))
+    records = tuple(dcp.write(states, checkpoint_files.begin(folder, STEP), group=None))
+    checkpoint_files.publish(
+        folder, checkpoint_files.Manifest(STEP, "full", tuple(states), 1, torch.__version__, "", records)
+    )
     save(config, config.run_folder)
-    return files.step_folder(folder, STEP), order.end
+    return checkpoint_files.step_folder(folder, STEP), order.end
 
 
 def refused(*argv: str, changed: Collection[str] = ()) -> str:

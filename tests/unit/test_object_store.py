@@ -13,7 +13,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 from tests.s3_server import BUCKET, S3Server, use
 from tests.unit.fakes import Lines, set_package
-from training import checkpoint_files as files
+from training import checkpoint_files
 from training.checkpoint_files import CheckpointFailed, Damaged, Digest, FileRecord, Manifest
 from training.object_store import ObjectStore, Uploader, check_url, local_run, object_name
 from training.writer_lease import SoloLease
@@ -86,19 +86,19 @@ def checkpoint(
     branch: int = 0,
 ) -> Path:
     """Saves two files on disk."""
-    partial, records = files.begin(folder, step), list[FileRecord]()
+    partial, records = checkpoint_files.begin(folder, step), list[FileRecord]()
     for name in ("__0_0.distcp", ".metadata"):
         data, digest = f"{step} {content} {name}".ljust(size_bytes).encode(), Digest()
         (partial / name).write_bytes(data)
         digest.update(memoryview(data))
         records.append(digest.record(name))
     manifest = Manifest(step, kind, ("model",), 1, "2", "", tuple(records), settled, branch=branch)
-    return files.publish(folder, manifest)
+    return checkpoint_files.publish(folder, manifest)
 
 
 def newest(store: ObjectStore, folder: Path) -> int:
     """Returns the newest step of the store, all of whose checkpoints are complete and verified."""
-    return max(files.read_manifest(store.fetch(step, folder)).step for step in store.steps())
+    return max(checkpoint_files.read_manifest(store.fetch(step, folder)).step for step in store.steps())
 
 
 def test_what_was_put_comes_back(store: ObjectStore, tmp_path: Path):
@@ -122,10 +122,10 @@ def test_a_second_writer_is_refused(store: ObjectStore, tmp_path: Path):
         store.put(second)
     store.tidy()
     assert store.manifest(4) == manifest
-    assert files.read_manifest(store.fetch(4, tmp_path / "3")) == manifest
+    assert checkpoint_files.read_manifest(store.fetch(4, tmp_path / "3")) == manifest
     other = store.put(second, replaces=lambda found: found == manifest)
     store.tidy()
-    assert files.read_manifest(store.fetch(4, tmp_path / "3")) == other
+    assert checkpoint_files.read_manifest(store.fetch(4, tmp_path / "3")) == other
     assert len(store.objects()[4]) == 3
 
 
@@ -161,11 +161,11 @@ def test_an_interrupted_fetch_goes_on(store: ObjectStore, tmp_path: Path):
     file_system, root = store.place
     file_system.pipe_file(f"{root}/step-4/{object_name(manifest.files[0])}", b"x" * manifest.files[0].size_bytes)
     path = store.fetch(4, tmp_path / "there", on_bytes=sizes.append)
-    assert files.read_verified(path) == manifest and sizes == [999, 999]
+    assert checkpoint_files.read_verified(path) == manifest and sizes == [999, 999]
     assert [*(tmp_path / "there").iterdir()] == [path] and len([*path.iterdir()]) == 3
     with pytest.raises(Damaged):
         store.fetch(4, tmp_path / "there", fetcher="b", anew=True)
-    assert files.read_verified(path) == manifest
+    assert checkpoint_files.read_verified(path) == manifest
 
 
 def test_a_fetch_leaves_nothing_of_an_earlier_step_and_replaces_no_equal_one(store: ObjectStore, tmp_path: Path):
@@ -179,7 +179,7 @@ def test_a_fetch_leaves_nothing_of_an_earlier_step_and_replaces_no_equal_one(sto
     with pytest.raises(Killed):
         store.fetch(4, tmp_path / "there", on_bytes=killed)
     assert store.fetch(6, tmp_path / "there") == tmp_path / "there" / "step-6"
-    assert files.list_steps(tmp_path / "there") == [6] and len([*(tmp_path / "there").iterdir()]) == 1
+    assert checkpoint_files.list_steps(tmp_path / "there") == [6] and len([*(tmp_path / "there").iterdir()]) == 1
     read = set[int]()
 
     def faster(count: int) -> None:
@@ -191,9 +191,9 @@ def test_a_fetch_leaves_nothing_of_an_earlier_step_and_replaces_no_equal_one(sto
 
 def test_a_file_of_several_segments_comes_back(tmp_path: Path):
     store, sizes = ObjectStore("memory://runs/long"), list[int]()
-    manifest = store.put(checkpoint(tmp_path / "here", 4, size_bytes=files.SEGMENT_BYTES + 999))
-    assert files.read_verified(store.fetch(4, tmp_path / "there", on_bytes=sizes.append)) == manifest
-    assert sizes == [files.SEGMENT_BYTES, 999] * 2
+    manifest = store.put(checkpoint(tmp_path / "here", 4, size_bytes=checkpoint_files.SEGMENT_BYTES + 999))
+    assert checkpoint_files.read_verified(store.fetch(4, tmp_path / "there", on_bytes=sizes.append)) == manifest
+    assert sizes == [checkpoint_files.SEGMENT_BYTES, 999] * 2
     MemoryFileSystem.store.clear()
 
 
@@ -312,14 +312,16 @@ def test_a_run_is_read_from_its_url(store: ObjectStore, tmp_path: Path):
     for step, branch in ((2, 0), (4, 1), (6, 0)):  # step 6 is of the history before the run went back
         store.put(checkpoint(tmp_path, step, branch=branch))
     with local_run(store.url, -1) as run:
-        assert (run / "config.toml").read_text() == "the settings" and files.list_steps(run / "checkpoint") == [4]
+        assert (run / "config.toml").read_text() == "the settings" and checkpoint_files.list_steps(
+            run / "checkpoint"
+        ) == [4]
         # a damaged one is passed over, as on a disk
         file_system, root = store.place
         file_system.pipe_file(f"{root}/step-4/manifest.json", b"")
         file_system.rm_file(f"{root}/step-6/manifest.json")
     assert not run.exists()
     with local_run(store.url, -1) as run:
-        assert files.list_steps(run / "checkpoint") == [2]
+        assert checkpoint_files.list_steps(run / "checkpoint") == [2]
     with pytest.raises(Damaged), local_run(store.url, 4):
         pass
     with pytest.raises(ValueError, match=r"runs/a has steps 2, 4"), local_run(store.url, 3):
@@ -436,7 +438,9 @@ def test_a_step_that_is_saved_again_during_its_upload_is_put_again(
     server.lets_go.set()
     uploads.wait()
     uploads.uploader.close()
-    assert files.read_verified(uploads.store.fetch(2, tmp_path / "there")) == files.read_manifest(tmp_path / "step-2")
+    assert checkpoint_files.read_verified(uploads.store.fetch(2, tmp_path / "there")) == checkpoint_files.read_manifest(
+        tmp_path / "step-2"
+    )
 
 
 def test_a_failed_upload_is_retried_by_itself(server: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
