@@ -330,7 +330,7 @@ class Checkpointer:
         if is_url(self._config.folder):
             self._copy_on_rank0(lambda: self._fetch(self._config.load_step))
         if not self._config.load_only:
-            self._ranks.on_rank0(lambda: self._tidy(restore_only=self._lease.shared))
+            self._ranks.on_rank0(lambda: self._remove_leftovers(restore_only=self._lease.shared))
         steps = self._ranks.on_rank0(self._own_steps)
         if self._config.create_seed_checkpoint:
             if steps and steps[-1] > 0:  # an earlier seed may be replaced, a later step may not
@@ -401,7 +401,9 @@ class Checkpointer:
                 if self._saves_enabled and self._lease.shared and wanted < 0 and not goes_back:
                     in_use, keep = self._uploader.in_use, self._config.keep_latest_k
                     with suppress(OSError):
-                        checkpoint_files.prune(self.folder, keep, written=step, damaged=self._damaged, in_use=in_use)
+                        checkpoint_files.remove_older(
+                            self.folder, keep, written=step, damaged=self._damaged, in_use=in_use
+                        )
                 break
             except Damaged as damage:
                 damaged.append(f"step {step}: {damage}")
@@ -415,9 +417,9 @@ class Checkpointer:
             if damaged and not checkpoint_files.list_steps(self.folder):
                 raise CheckpointFailed(f"checkpoint: no checkpoint in {self.place} is intact ({'; '.join(damaged)})")
         for step in stored:  # what an earlier launch had begun to copy, if it is not needed any more
-            checkpoint_files.discard(self.folder, step, fetch_suffix(self._fetcher))
+            checkpoint_files.remove_partial(self.folder, step, fetch_suffix(self._fetcher))
         if self._saves_enabled and not self._uploader.done and not self._uploader.in_use:  # none is on its way
-            self._uploader.tidy()
+            self._uploader.remove_unneeded()
 
     def _candidates(self, stored: Mapping[int, Manifest | None], wanted: int, before: float) -> list[tuple[int, bool]]:
         """Returns the steps of the object store that `_fetch` may copy, the best first, each with True if it is newer than the folder's
@@ -646,13 +648,13 @@ class Checkpointer:
             if problem := next(filter(None, problems), ""):
                 raise OSError(problem)
             if is_late():
-                checkpoint_files.discard(self.folder, step, lease.suffix)
+                checkpoint_files.remove_partial(self.folder, step, lease.suffix)
                 return None
             self._on_stage("publish")
             self.set_abandoned_aside()  # a kill before the next line leaves load_step the newest
             checkpoint_files.publish(self.folder, manifest, lease.suffix)
         except OSError as error:
-            checkpoint_files.discard(self.folder, step, lease.suffix)
+            checkpoint_files.remove_partial(self.folder, step, lease.suffix)
             with suppress(OSError):  # with failing storage the lease may be unreadable too
                 if is_late():
                     return None
@@ -667,22 +669,26 @@ class Checkpointer:
             in_use, damaged = self._uploader.in_use if self._uploader else (), self._damaged.keys() - {step}
             keep = self._config.keep_latest_k
             if lease.settled:
-                checkpoint_files.prune(self.folder, keep, written=step, branch=branch, damaged=damaged, in_use=in_use)
+                checkpoint_files.remove_older(
+                    self.folder, keep, written=step, branch=branch, damaged=damaged, in_use=in_use
+                )
                 # copies that groups began which never returned; the store does not keep those steps either
                 if lease.shared:
                     oldest = min(checkpoint_files.list_steps(self.folder), default=0)
-                    checkpoint_files.tidy(self.folder, oldest - 1, lambda suffix: suffix.startswith(FETCH))
+                    checkpoint_files.remove_leftovers(self.folder, oldest - 1, lambda suffix: suffix.startswith(FETCH))
         except OSError as error:
             self._log.warning("checkpoint: older ones could not be removed: %s", checkpoint_files.reason(error))
         if lease.shared:
-            self._tidy(until=step)
+            self._remove_leftovers(until=step)
         return manifest.size_bytes
 
-    def _tidy(self, until: int | None = None, *, restore_only: bool = False) -> None:
+    def _remove_leftovers(self, until: int | None = None, *, restore_only: bool = False) -> None:
         """Removes, on rank 0, the leftovers of a killed process. `until`: only up to that step; other groups may be writing later ones.
-        `restore_only`: see checkpoint_files.tidy."""
+        `restore_only`: see checkpoint_files.remove_leftovers."""
         try:
-            notes = checkpoint_files.tidy(self.folder, until, self._lease.may_remove, restore_only=restore_only)
+            notes = checkpoint_files.remove_leftovers(
+                self.folder, until, self._lease.may_remove, restore_only=restore_only
+            )
         except OSError as error:
             notes = [f"its files could not be removed ({checkpoint_files.reason(error)})"]
         if notes:

@@ -309,11 +309,11 @@ def publish(folder: Path, manifest: Manifest, suffix: str = "", *, is_copy: bool
             replaced.rename(final)
         raise
     sync_path(folder)
-    shutil.rmtree(replaced, ignore_errors=True)  # `tidy` removes what is left
+    shutil.rmtree(replaced, ignore_errors=True)  # `remove_leftovers` removes what is left
     return final
 
 
-def discard(folder: Path, step: int, suffix: str = "") -> None:
+def remove_partial(folder: Path, step: int, suffix: str = "") -> None:
     """Removes the files of a failed save as far as possible; does not raise."""
     shutil.rmtree(step_folder(folder, step, f".partial{suffix}"), ignore_errors=True)
 
@@ -325,7 +325,7 @@ def set_aside(folder: Path, step: int) -> None:
     step_folder(folder, step).rename(next(place for place in places if not place.exists()))
 
 
-def tidy(
+def remove_leftovers(
     folder: Path,
     until: int | None = None,
     may_remove: Callable[[str], bool] = lambda suffix: True,
@@ -353,7 +353,7 @@ def tidy(
     return notes
 
 
-def prune(
+def remove_older(
     folder: Path,
     keep: int,
     *,
@@ -362,7 +362,7 @@ def prune(
     damaged: Collection[int] = (),
     in_use: Collection[int] = (),
 ) -> list[int]:
-    """Removes `outdated` checkpoints, and those of older branches beyond `written`, which is of `branch`, except those `in_use`. Returns
+    """Removes the `steps_to_remove`, and those of older branches beyond `written`, which is of `branch`, except those `in_use`. Returns
     the removed steps. Raises OSError."""
     paths = {step: step_folder(folder, step) for step in list_steps(folder) if step not in in_use}
     # what cannot be read now may be read later
@@ -370,14 +370,14 @@ def prune(
     if keep:
         kinds = {step: _kind(path) for step, path in paths.items() if step not in steps}
         unsettled = {step for step, path in paths.items() if not _is_settled(path)}
-        steps += outdated(kinds, keep, written=written, uncounted={*damaged, *unsettled})
+        steps += steps_to_remove(kinds, keep, written=written, uncounted={*damaged, *unsettled})
     for step in steps:  # renamed first, so that no incomplete folder has the final name
-        discard(folder, step)
+        remove_partial(folder, step)
         shutil.rmtree(step_folder(folder, step).rename(step_folder(folder, step, ".partial")))
     return steps
 
 
-def outdated(kinds: Mapping[int, str], keep: int, *, written: int, uncounted: Collection[int] = ()) -> list[int]:
+def steps_to_remove(kinds: Mapping[int, str], keep: int, *, written: int, uncounted: Collection[int] = ()) -> list[int]:
     """Returns the steps older than the `keep` newest full ones (0: none). Those in `uncounted` are not among these: they are damaged, or
     unsettled. Keeps `written` (just published), newer ones, those without a manifest, and those of kind "model". `kinds`: by step,
     ascending."""

@@ -158,8 +158,8 @@ def _replacement(path: Path) -> Iterator[IO[bytes]]:
 
 
 class RunLock(AppendedFile):
-    """Locks a run's folder until `close` or the process ends: two launches would tidy each other's saves. Raises ValueError if locked.
-    `shared`: for a job of replica groups, which share the run's folder with each other, but not with a launch without groups."""
+    """Locks a run's folder until `close` or the process ends: two launches would remove each other's partial saves. Raises ValueError if
+    locked. `shared`: for a job of replica groups, which share the run's folder with each other, but not with a launch without groups."""
 
     def __init__(self, run_folder: Path, *, shared: bool = False) -> None:
         run_folder.mkdir(parents=True, exist_ok=True)

@@ -208,16 +208,16 @@ class ObjectStore:
                 ):  # an exception here cancels the rest
                     on_bytes(count)
             if is_there():  # another group that shares the folder was faster, and reads it now
-                checkpoint_files.discard(folder, step, suffix)
+                checkpoint_files.remove_partial(folder, step, suffix)
                 return target
             return checkpoint_files.publish(folder, manifest, suffix, is_copy=True)
         except Damaged:
-            checkpoint_files.discard(folder, step, suffix)
+            checkpoint_files.remove_partial(folder, step, suffix)
             raise
 
     def set_aside(self, step: int, manifest: Manifest) -> None:
         """Moves a checkpoint to abandoned/step-N, where no launch finds it, unless another one is in its place. A store has no rename, so
-        its objects are copied, and `tidy` removes those that no manifest names any more."""
+        its objects are copied, and `remove_leftovers` removes those that no manifest names any more."""
         try:
             if self.manifest(step) != manifest:
                 return
@@ -274,14 +274,14 @@ class ObjectStore:
                 (folder / name).parent.mkdir(parents=True, exist_ok=True)
                 replace_file(folder / name, content)
 
-    def prune(self, keep: int, *, written: int, branch: int = 0) -> None:
-        """Removes what checkpoint_files.prune would of a folder."""
+    def remove_older(self, keep: int, *, written: int, branch: int = 0) -> None:
+        """Removes what checkpoint_files.remove_older would of a folder."""
         found = self.manifests() if keep or branch else {}
         steps = [step for step, each in found.items() if each and step > written and each.branch < branch]
         kinds = {step: each.kind if each else "damaged" for step, each in found.items() if step not in steps}
         unsettled = [step for step, each in found.items() if each and not each.settled]
-        for step in [*steps, *checkpoint_files.outdated(kinds, keep, written=written, uncounted=unsettled)]:
-            # the files are those of no checkpoint then: `tidy` removes them
+        for step in [*steps, *checkpoint_files.steps_to_remove(kinds, keep, written=written, uncounted=unsettled)]:
+            # the files are those of no checkpoint then: `remove_leftovers` removes them
             self._call("rm_file", f"step-{step}/{MANIFEST}")
 
     def unfinished(self) -> list[tuple[int, str, str, str]]:
@@ -296,7 +296,7 @@ class ObjectStore:
             found = ((_OBJECT.fullmatch(key[len(prefix) - len("step-") :]), key, upload) for key, upload in keys)
             return [(int(match[1]), bucket, key, upload) for match, key, upload in found if match]
 
-    def tidy(self, until: float = math.inf) -> None:
+    def remove_leftovers(self, until: float = math.inf) -> None:
         """Ends unfinished uploads, and removes the files that no manifest names, of steps up to `until`: no process may upload these."""
         for step, *upload in self.unfinished():
             if step <= until:
@@ -449,7 +449,7 @@ class Uploader:
                 self._changed.notify_all()
 
     def _try(self, step: int) -> str:
-        """Puts a step into the store and removes outdated ones there. Returns why it failed, or ""."""
+        """Puts a step into the store and removes older ones there. Returns why it failed, or ""."""
         began, lease = time.perf_counter(), self.lease
 
         def replaces(found: Manifest | None) -> bool:
@@ -488,21 +488,21 @@ class Uploader:
         self.replaceable.add(step)
         size, seconds = manifest.size_bytes / 1e6, time.perf_counter() - began
         self._log.info("checkpoint: step %d put into %s: %.1f MB in %.2f s", step, self.store.url, size, seconds)
-        self.tidy(written=step, branch=manifest.branch)
+        self.remove_unneeded(written=step, branch=manifest.branch)
         return ""
 
-    def tidy(self, *, written: int | None = None, branch: int = 0) -> None:
-        """Removes leftovers in the store, and outdated checkpoints if one was `written`, of `branch`; see LeavingLease. A store may forbid
+    def remove_unneeded(self, *, written: int | None = None, branch: int = 0) -> None:
+        """Removes leftovers in the store, and older checkpoints if one was `written`, of `branch`; see LeavingLease. A store may forbid
         it, which is only reported."""
         if not self.lease.settled:
             return
         try:
             if written is not None:
-                self.store.prune(self._keep, written=written, branch=branch)
+                self.store.remove_older(self._keep, written=written, branch=branch)
             if not self.lease.shared:
-                self.store.tidy()
+                self.store.remove_leftovers()
             elif written is not None and not self.lease.is_superseded():  # another group may be uploading a later one
-                self.store.tidy(until=written)
+                self.store.remove_leftovers(until=written)
         except OSError as error:
             why = checkpoint_files.reason(error)
             self._log.warning("checkpoint: what %s no longer needs could not be removed: %s", self.store.url, why)

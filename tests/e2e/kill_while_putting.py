@@ -33,8 +33,8 @@ def main(folder: Path, url: str) -> int:
             store.put(step_folder(folder, 4))
             kill_at(instant)
             store.put(step_folder(folder, 6))
-            store.prune(1, written=6)
-            store.tidy()
+            store.remove_older(1, written=6)
+            store.remove_leftovers()
             os._exit(0)
         _, status = os.waitpid(pid, 0)
         if not os.WIFSIGNALED(status):

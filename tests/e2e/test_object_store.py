@@ -123,7 +123,7 @@ def test_a_kill_at_any_request_leaves_the_newest_checkpoint(
         store, there = ObjectStore(f"{url}/{instant}"), tmp_path / str(instant)
         found.append(max(read_verified(store.fetch(step, there)).step for step in store.steps()))
         unfinished += len(store.unfinished())
-        store.tidy()  # of the next start
+        store.remove_leftovers()  # of the next start
         assert store.unfinished() == [] and sorted(store.objects()) == store.steps()
     assert unfinished and found == sorted(found) and {*found} == {4, 6}
 

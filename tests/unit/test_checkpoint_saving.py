@@ -247,7 +247,7 @@ def test_a_checkpoint_that_storage_does_not_show_now_is_neither_counted_nor_remo
         context.setattr(Path, "stat", lambda path, **more: gone(path, stat, **more))
         context.setattr(Path, "read_text", lambda path, *args, **more: gone(path, read, *args, **more))
         assert checkpoint_files.newest(folder) == 6
-        assert checkpoint_files.prune(folder, 1, written=6) == [2]
+        assert checkpoint_files.remove_older(folder, 1, written=6) == [2]
     assert checkpoint_files.newest(folder) == 8 and steps_in(tmp_path) == [4, 6, 8]
 
 

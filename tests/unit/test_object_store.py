@@ -120,11 +120,11 @@ def test_a_second_writer_is_refused(store: ObjectStore, tmp_path: Path):
     store.put(first)  # the answer to the first attempt was lost
     with pytest.raises(OSError, match="another writer has put step 4 there"):
         store.put(second)
-    store.tidy()
+    store.remove_leftovers()
     assert store.manifest(4) == manifest
     assert checkpoint_files.read_manifest(store.fetch(4, tmp_path / "3")) == manifest
     other = store.put(second, replaces=lambda found: found == manifest)
-    store.tidy()
+    store.remove_leftovers()
     assert checkpoint_files.read_manifest(store.fetch(4, tmp_path / "3")) == other
     assert len(store.objects()[4]) == 3
 
@@ -200,10 +200,10 @@ def test_a_file_of_several_segments_comes_back(tmp_path: Path):
 def test_old_ones_are_removed(store: ObjectStore, tmp_path: Path):
     for step, kind in ((1, "full"), (2, "model"), (3, "full"), (4, "full"), (5, "full")):
         store.put(checkpoint(tmp_path, step, kind=kind))
-    store.prune(2, written=5)
-    store.tidy()
+    store.remove_older(2, written=5)
+    store.remove_leftovers()
     assert sorted(store.objects()) == store.steps() == [2, 4, 5]
-    store.prune(0, written=5)
+    store.remove_older(0, written=5)
     assert store.steps() == [2, 4, 5]
 
 
@@ -212,7 +212,7 @@ def test_unfinished_uploads_are_ended(server: S3Server, monkeypatch: pytest.Monk
     for key in ("runs/a/step-4/x", "runs/other/step-4/x"):
         file_system.call_s3("create_multipart_upload", Bucket=BUCKET, Key=key)
     file_system.pipe_file(f"{BUCKET}/runs/a/step-4/y", b"of no checkpoint")
-    store.tidy()
+    store.remove_leftovers()
     left = file_system.call_s3("list_multipart_uploads", Bucket=BUCKET)["Uploads"]
     assert [upload["Key"] for upload in left] == ["runs/other/step-4/x"]
     assert store.objects() == {}
@@ -231,19 +231,19 @@ def test_a_kill_at_any_operation_leaves_the_newest_checkpoint(tmp_path: Path):
         MortalStore.left = kills
         try:
             store.put(paths[2])
-            store.prune(2, written=6)
-            store.tidy()
+            store.remove_older(2, written=6)
+            store.remove_leftovers()
             break
         except Killed:
             MortalStore.left = None
             step = newest(store, tmp_path / f"after{kills}")
             found.append(step)
-            store.tidy()  # of the next start
+            store.remove_leftovers()  # of the next start
             assert store.objects().keys() == set(store.steps())
             assert newest(store, tmp_path / f"again{kills}") == step
             store.put(paths[2])
-            store.prune(2, written=6)
-            store.tidy()
+            store.remove_older(2, written=6)
+            store.remove_leftovers()
         finally:
             MortalStore.left = None
         assert store.steps() == sorted(store.objects()) == [4, 6]
