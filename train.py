@@ -334,7 +334,7 @@ class Run(Components):
         """Saves and stops after a SIGTERM while this group waited for others: its state may be newer than that of any other group."""
         if released.has_state and self.manager.step:
             with self.progress.phase("checkpoint"):
-                self.saver.save_now(settled=False)
+                self.saver.save_now(outside_quorum=True)
             self.saver.wait_uploaded()
         self.log.info("%s", released)
         self.print_summary("stopped at")

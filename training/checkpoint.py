@@ -36,7 +36,7 @@ from training.log import Log
 from training.object_store import ObjectStore, Uploader, fetch_suffix, is_url
 from training.progress import Bar, Clock, as_ranges
 from training.rank_collectives import RankCollectives
-from training.writer_lease import FETCH, LeavingLease, SoloLease, WriterLease
+from training.writer_lease import FETCH, OutsideQuorumLease, SoloLease, WriterLease
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint._state_dict_stager import StateDictStager
@@ -277,18 +277,18 @@ class Checkpointer:
         requests = self._ranks.all_gather(request)
         return self._ranks.on_rank0(lambda: decide(any(requests)))
 
-    def save(self, step: int, *, branch: int = 0, last: bool = False, settled: bool = True) -> float:
+    def save(self, step: int, *, branch: int = 0, last: bool = False, outside_quorum: bool = False) -> float:
         """Saves the states as `step`, due or not; returns the seconds that the caller was blocked. `branch`: how often the run has gone
-        back to a checkpoint. `last`: the run ends with this step. Not `settled`: see LeavingLease; nothing can be saved after it. Does
-        nothing if saving is disabled, the step is saved already, or another group is the writer. Async modes write in the background; a
-        later call raises its CheckpointFailed."""
+        back to a checkpoint. `last`: the run ends with this step. `outside_quorum`: see OutsideQuorumLease; nothing can be saved after it.
+        Does nothing if saving is disabled, the step is saved already, or another group is the writer. Async modes write in the background;
+        a later call raises its CheckpointFailed."""
         began = time.perf_counter()
         self._failed_at = self._clock()  # reset below on success
         self.wait()
         model_only = last and self._config.last_save_model_only
         if self._saves_enabled and (model_only or step != self._saved_full_step):
-            if not settled:
-                self._lease = LeavingLease()
+            if outside_quorum:
+                self._lease = OutsideQuorumLease()
                 if self._uploader is not None:
                     self._uploader.lease = self._lease
             if model_only:
@@ -302,7 +302,7 @@ class Checkpointer:
                         if isinstance(value, torch.Tensor) and value.is_floating_point() and not is_computed:
                             values[name] = value.to(dtype)
                 self._write(step, branch, "model", weights)
-            elif last or not settled or self._config.async_mode == "disabled":
+            elif last or outside_quorum or self._config.async_mode == "disabled":
                 self._write(step, branch, "full", self._live_states(self._states))
             else:
                 stager, background = self._prepare_background()
@@ -429,7 +429,7 @@ class Checkpointer:
 
         def is_unfit(step: int) -> bool:
             path = checkpoint_files.step_folder(self.folder, step)
-            return step >= before or (goes_back and self._is_foreign(step, manifest_or_problem(path)))
+            return step >= before or (goes_back and self._is_outside_quorum(step, manifest_or_problem(path)))
 
         own = checkpoint_files.newest(
             self.folder, exclude=list(filter(is_unfit, checkpoint_files.list_steps(self.folder)))
@@ -442,8 +442,8 @@ class Checkpointer:
             if found
             and (
                 found.kind == "model"
-                or (step == own and not found.settled)
-                or (goes_back and self._is_foreign(step, found))
+                or (step == own and found.outside_quorum)
+                or (goes_back and self._is_outside_quorum(step, found))
             )
         }
         steps = [wanted] if wanted in stored else []
@@ -627,7 +627,7 @@ class Checkpointer:
         self._stale.discard(step)
         if self._uploader is not None:
             self._uploader.enqueue(step)
-        label = ", weights only," if kind != "full" else "" if lease.settled else ", unsettled,"
+        label = ", weights only," if kind != "full" else ", outside of a quorum," if lease.outside_quorum else ""
         seconds = time.perf_counter() - began
         self._log.info("checkpoint: step %d%s saved: %.1f MB in %.2f s", step, label, size_bytes / 1e6, seconds)
 
@@ -637,7 +637,9 @@ class Checkpointer:
         """Publishes, on rank 0, the files of all ranks and returns their bytes, or removes them and raises CheckpointFailed. Returns None
         if a newer writer has removed them or has saved this step or a later one."""
         lease, records = self._lease, tuple(record for report in reports for record in report.records)
-        manifest = Manifest(step, kind, states, len(reports), torch.__version__, "", records, lease.settled, branch)
+        manifest = Manifest(
+            step, kind, states, len(reports), torch.__version__, "", records, lease.outside_quorum, branch
+        )
 
         def is_late() -> bool:
             """Returns True if another group has become the writer and has saved this step or a later one."""
@@ -668,7 +670,7 @@ class Checkpointer:
         try:
             in_use, damaged = self._uploader.in_use if self._uploader else (), self._damaged.keys() - {step}
             keep = self._config.keep_latest_k
-            if lease.settled:
+            if not lease.outside_quorum:
                 checkpoint_files.remove_older(
                     self.folder, keep, written=step, branch=branch, damaged=damaged, in_use=in_use
                 )
@@ -762,7 +764,7 @@ class Checkpointer:
                 self._warn("checkpoint: step %d is damaged and not used: %s", step, problem)
                 continue
             self._saved_full_step = step
-            if isinstance(found, Manifest) and not found.settled:
+            if isinstance(found, Manifest) and found.outside_quorum:
                 self._log.info("checkpoint: step %d was saved by a group that left while it waited for others", step)
             return step
         return None
@@ -801,7 +803,7 @@ class Checkpointer:
             return found.branch <= len(rewind_steps) and at <= min(rewind_steps[found.branch :], default=at)
 
         history = {at: found for at, found in surveyed.items() if leads_to_step(at, found)}
-        history = {at: history[at] for at in sorted(history, key=lambda at: self._is_foreign(at, history[at]))}
+        history = {at: history[at] for at in sorted(history, key=lambda at: self._is_outside_quorum(at, history[at]))}
         loaded = self._load_first(history)
         if loaded is None and history:
             raise CheckpointFailed(f"checkpoint: none before step {step} in {self.folder} is intact")
@@ -815,9 +817,9 @@ class Checkpointer:
         self._loaded_step, self._failed_at, self._found_step = loaded or 0, None, None
         self._stale = {later for later in surveyed if later > self._loaded_step}
 
-    def _is_foreign(self, step: int, found: Manifest | str) -> bool:
-        """Returns True for another group's version of a step, saved as that group left, unless this run has continued from it."""
-        return isinstance(found, Manifest) and not found.settled and step != self._loaded_step
+    def _is_outside_quorum(self, step: int, found: Manifest | str) -> bool:
+        """Returns True for a checkpoint that was saved outside of a quorum, unless this run has continued from it."""
+        return isinstance(found, Manifest) and found.outside_quorum and step != self._loaded_step
 
     def _load_initial(self) -> int | None:
         """Loads another run's checkpoint, if one is given; one without a manifest (from another program) is loaded without verification.

@@ -83,7 +83,8 @@ class FileSegment(NamedTuple):
 
 @dataclass(frozen=True)
 class Manifest:
-    """Contents of a checkpoint. `kind`: "full" resumes; "model" has only weights (an export, the seed). `settled`: see LeavingLease."""
+    """Contents of a checkpoint. `kind`: "full" resumes; "model" has only weights (an export, the seed). `outside_quorum`: see
+    OutsideQuorumLease."""
 
     step: int
     kind: str
@@ -92,7 +93,7 @@ class Manifest:
     torch: str  # its version
     config_digest: str  # always empty; kept for format 1
     files: tuple[FileRecord, ...]
-    settled: bool = True
+    outside_quorum: bool = False  # in the file as "settled", which is its negation
     # number of times that the run had gone back to a checkpoint (training.on_spike = "rewind"); absent if 0
     branch: int = 0
 
@@ -107,6 +108,7 @@ class Manifest:
 
     def to_json(self) -> str:
         body = {"format": FORMAT, **asdict(self)}
+        body["settled"] = not body.pop("outside_quorum")
         if not self.branch:  # as versions without it write, and read
             del body["branch"]
         return json.dumps({**body, "checksum": checksum(body)}, indent=1)
@@ -122,7 +124,10 @@ class Manifest:
                 raise Damaged(f"{MANIFEST}: checksum mismatch")
             del body["format"]
             files = tuple(FileRecord(**{**file, "digests": tuple(file["digests"])}) for file in body["files"])
-            return Manifest(**{**body, "states": tuple(body["states"]), "files": files})
+            outside_quorum = not body.pop("settled", True)
+            return Manifest(
+                **{**body, "states": tuple(body["states"]), "files": files, "outside_quorum": outside_quorum}
+            )
         except (ValueError, KeyError, TypeError) as error:
             raise Damaged(f"{MANIFEST}: cannot be read ({type(error).__name__}: {error})") from None
 
@@ -287,9 +292,9 @@ def begin(folder: Path, step: int, suffix: str = "", *, keep: bool = False) -> P
 
 
 def publish(folder: Path, manifest: Manifest, suffix: str = "", *, is_copy: bool = False) -> Path:
-    """Renames the folder that `begin` created, whose files are on disk, to its final name. A settled checkpoint replaces an existing one of
-    the same step, as does the copy of one in an object store, and one of the two exists at any instant; an unsettled save does not replace
-    it. Raises OSError."""
+    """Renames the folder that `begin` created, whose files are on disk, to its final name. It replaces an existing checkpoint of the same
+    step, and one of the two exists at any instant; a checkpoint that was saved outside of a quorum replaces none, unless it is the copy of
+    one in an object store. Raises OSError."""
     partial = step_folder(folder, manifest.step, f".partial{suffix}")
     replaced, final = step_folder(folder, manifest.step, ".replaced"), step_folder(folder, manifest.step)
     for file in manifest.files:
@@ -300,7 +305,7 @@ def publish(folder: Path, manifest: Manifest, suffix: str = "", *, is_copy: bool
     (partial / MANIFEST).write_text(manifest.to_json())
     for path in (partial / MANIFEST, partial):
         sync_path(path)
-    if (manifest.settled or is_copy) and final.exists():
+    if (is_copy or not manifest.outside_quorum) and final.exists():
         final.rename(replaced)
     try:
         partial.rename(final)
@@ -369,8 +374,8 @@ def remove_older(
     steps = [step for step, path in paths.items() if step > written and branch_of(path, unreadable=branch) < branch]
     if keep:
         kinds = {step: _kind(path) for step, path in paths.items() if step not in steps}
-        unsettled = {step for step, path in paths.items() if not _is_settled(path)}
-        steps += steps_to_remove(kinds, keep, written=written, uncounted={*damaged, *unsettled})
+        outside_quorum = {step for step, path in paths.items() if _is_outside_quorum(path)}
+        steps += steps_to_remove(kinds, keep, written=written, uncounted={*damaged, *outside_quorum})
     for step in steps:  # renamed first, so that no incomplete folder has the final name
         remove_partial(folder, step)
         shutil.rmtree(step_folder(folder, step).rename(step_folder(folder, step, ".partial")))
@@ -379,8 +384,8 @@ def remove_older(
 
 def steps_to_remove(kinds: Mapping[int, str], keep: int, *, written: int, uncounted: Collection[int] = ()) -> list[int]:
     """Returns the steps older than the `keep` newest full ones (0: none). Those in `uncounted` are not among these: they are damaged, or
-    unsettled. Keeps `written` (just published), newer ones, those without a manifest, and those of kind "model". `kinds`: by step,
-    ascending."""
+    were saved outside of a quorum. Keeps `written` (just published), newer ones, those without a manifest, and those of kind "model".
+    `kinds`: by step, ascending."""
     counted = [step for step, kind in kinds.items() if kind == "full" and step not in uncounted]
     oldest_kept = min([*counted[-keep:], written]) if keep else -1
     return [step for step, kind in kinds.items() if step < oldest_kept and kind in ("full", "damaged")]
@@ -406,12 +411,12 @@ def branch_of(path: Path, unreadable: int = 0) -> int:
         return unreadable
 
 
-def _is_settled(path: Path) -> bool:
-    """Returns Manifest.settled of a checkpoint; True if its manifest cannot be read."""
+def _is_outside_quorum(path: Path) -> bool:
+    """Returns Manifest.outside_quorum of a checkpoint; False if its manifest cannot be read."""
     try:
-        return Manifest.from_json((path / MANIFEST).read_bytes()).settled
+        return Manifest.from_json((path / MANIFEST).read_bytes()).outside_quorum
     except (OSError, Damaged):
-        return True
+        return False
 
 
 def _kind(path: Path) -> str:

@@ -279,8 +279,8 @@ class ObjectStore:
         found = self.manifests() if keep or branch else {}
         steps = [step for step, each in found.items() if each and step > written and each.branch < branch]
         kinds = {step: each.kind if each else "damaged" for step, each in found.items() if step not in steps}
-        unsettled = [step for step, each in found.items() if each and not each.settled]
-        for step in [*steps, *checkpoint_files.steps_to_remove(kinds, keep, written=written, uncounted=unsettled)]:
+        outside_quorum = [step for step, each in found.items() if each and each.outside_quorum]
+        for step in [*steps, *checkpoint_files.steps_to_remove(kinds, keep, written=written, uncounted=outside_quorum)]:
             # the files are those of no checkpoint then: `remove_leftovers` removes them
             self._call("rm_file", f"step-{step}/{MANIFEST}")
 
@@ -455,9 +455,9 @@ class Uploader:
         def replaces(found: Manifest | None) -> bool:
             if found is not None and found.branch != manifest.branch:
                 return found.branch < manifest.branch
-            if found is None or not found.settled or step in self.replaceable:
+            if found is None or found.outside_quorum or step in self.replaceable:
                 return True
-            return lease.shared and manifest.settled and not lease.is_superseded()
+            return lease.shared and not manifest.outside_quorum and not lease.is_superseded()
 
         try:
             path, anew = checkpoint_files.step_folder(self._folder, step), step in self.replaceable
@@ -492,9 +492,9 @@ class Uploader:
         return ""
 
     def remove_unneeded(self, *, written: int | None = None, branch: int = 0) -> None:
-        """Removes leftovers in the store, and older checkpoints if one was `written`, of `branch`; see LeavingLease. A store may forbid
-        it, which is only reported."""
-        if not self.lease.settled:
+        """Removes leftovers in the store, and older checkpoints if one was `written`, of `branch`; nothing if this group left outside of a
+        quorum. A store may forbid it, which is only reported."""
+        if self.lease.outside_quorum:
             return
         try:
             if written is not None:

@@ -132,14 +132,14 @@ class Saver:
                 except GroupReleased:  # a stop was requested while the group waited for others
                     requested, self._stop_requested_at = True, -GRACE_S  # no further grace
 
-    def save_now(self, *, last: bool = False, settled: bool = True) -> None:
-        """Saves the current state. Not `settled`: the group leaves while it waits for others. Raises one of _FAILURES."""
+    def save_now(self, *, last: bool = False, outside_quorum: bool = False) -> None:
+        """Saves the current state. `outside_quorum`: the group leaves while it waits for others. Raises one of _FAILURES."""
         self.sync()  # metrics of steps before a checkpoint are not written again after a resume
-        if last or not settled or self.manager.may_exit:  # this save replaces one that failed in the background
+        if last or outside_quorum or self.manager.may_exit:  # this save replaces one that failed in the background
             with suppress(*_FAILURES):
                 self.checkpointer.wait()
         branch = len(self.manager.rewinds)
-        self.checkpointer.save(self.manager.step, branch=branch, last=last, settled=settled)
+        self.checkpointer.save(self.manager.step, branch=branch, last=last, outside_quorum=outside_quorum)
 
     def wait_uploaded(self) -> None:
         """Returns once the object store has the newest save, if there is one. Raises CheckpointFailed if the store refuses it."""

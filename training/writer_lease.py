@@ -47,7 +47,8 @@ def _newest(folder: Path) -> Quorum:
 class WriterLease:
     """A group's right to save. `quorum`: returns the quorum in which this group is the writer at present; None: another group is."""
 
-    shared = settled = True  # settled: the saved state is one that the other groups continue from
+    shared = True
+    outside_quorum = False  # True: the step of a save may not be part of the job's history
 
     def __init__(self, folder: Path, quorum: Callable[[], Quorum | None]) -> None:
         self._folder, self._quorum = folder, quorum
@@ -96,14 +97,16 @@ class SoloLease(WriterLease):
         return True
 
 
-class LeavingLease(WriterLease):
-    """The lease of a group that leaves while it waits for others: it saves once in the shared folder, writer or not. Its step may not be
-    the job's, so the save replaces no checkpoint of the same or a later step, and removes nothing. Reads no file."""
+class OutsideQuorumLease(WriterLease):
+    """The lease of a group that leaves while it waits for others, outside of a quorum: it saves once in the shared folder, writer or not.
+    The other groups may have repeated its step, so the save replaces no checkpoint of the same or a later step, and removes nothing. Reads
+    no file."""
 
-    settled, has_role = False, True
+    outside_quorum = True
+    has_role = True
 
     def __init__(self) -> None:
-        self.suffix = f"-unsettled.{secrets.token_hex(4)}-0"
+        self.suffix = f"-outside_quorum.{secrets.token_hex(4)}-0"
 
     def acquire(self) -> bool:
         return True

@@ -435,10 +435,10 @@ class Saves(Saver):
             sleep=job.baton.sleep,
         )
 
-    def save_now(self, *, last: bool = False, settled: bool = True) -> None:
-        if settled:
+    def save_now(self, *, last: bool = False, outside_quorum: bool = False) -> None:
+        if not outside_quorum:
             self.job.save_begins(self.group, last=last)
-        super().save_now(last=last, settled=settled)
+        super().save_now(last=last, outside_quorum=outside_quorum)
 
     def save_due(self) -> None:
         began_s, saving = self.job.baton.now_s, self.trainer.checkpointer.saving

@@ -196,21 +196,21 @@ def test_a_group_that_goes_while_it_waits_saves_whoever_has_the_role(tmp_path: P
     a, b = Group(tmp_path, 1), Group(tmp_path, None)
     a.step_and_save(2)
     b.train(3)
-    b.checkpointer.save(3, settled=False)
-    assert names(tmp_path) == ["step-2", "step-3"] and ", unsettled, saved" in b.log.infos[-1]
+    b.checkpointer.save(3, outside_quorum=True)
+    assert names(tmp_path) == ["step-2", "step-3"] and ", outside of a quorum, saved" in b.log.infos[-1]
     assert "left while it waited" in resumes(tmp_path, 3, b).log.infos[-1]
 
 
-@pytest.mark.parametrize("url", ["checkpoint", "memory://unsettled"])
-def test_what_leaving_groups_save_displaces_no_settled_checkpoint(tmp_path: Path, url: str):
-    """Unsettled checkpoints do not count towards keep_latest_k, and are removed once older than the kept ones."""
+@pytest.mark.parametrize("url", ["checkpoint", "memory://outside"])
+def test_what_leaving_groups_save_displaces_no_writers_checkpoint(tmp_path: Path, url: str):
+    """Checkpoints saved outside of a quorum do not count towards keep_latest_k, and are removed once older than the kept ones."""
     MemoryFileSystem.store.clear()
     run = tmp_path / "run"
 
-    def save(group: Group, *steps: int, settled: bool = True) -> list[int]:
+    def save(group: Group, *steps: int, outside_quorum: bool = False) -> list[int]:
         for step in steps:
             group.train(step - group.ledger.state["step"])
-            group.checkpointer.save(step, settled=settled)
+            group.checkpointer.save(step, outside_quorum=outside_quorum)
             assert group.checkpointer.wait_uploaded(WAIT_S)
         in_store = steps_in(run) if url == "checkpoint" else ObjectStore(f"{url}/run").steps()
         assert in_store == steps_in(run)
@@ -219,44 +219,45 @@ def test_what_leaving_groups_save_displaces_no_settled_checkpoint(tmp_path: Path
     writer = Group(run, 1, url=url, keep_latest_k=2)
     save(writer, 2, 4)
     for step in (5, 6):
-        save(Group(run, None, url=url), step, settled=False)
+        save(Group(run, None, url=url), step, outside_quorum=True)
     assert save(writer, 8) == [4, 5, 6, 8]
     assert save(writer, 10) == [8, 10]
     MemoryFileSystem.store.clear()
 
 
-def test_a_settled_checkpoint_of_the_same_step_stays_or_takes_the_place(tmp_path: Path):
+def test_a_writers_checkpoint_of_the_same_step_stays_or_takes_the_place(tmp_path: Path):
     a, b, c = (Group(tmp_path, quorum) for quorum in (1, None, None))
     a.train(1)
     a.step_and_save(4)
     b.train(4)
-    b.checkpointer.save(4, settled=False)
-    assert checkpoint_files.read_manifest(tmp_path / "checkpoint" / "step-4").settled
+    b.checkpointer.save(4, outside_quorum=True)
+    assert not checkpoint_files.read_manifest(tmp_path / "checkpoint" / "step-4").outside_quorum
     assert "another group has saved since" in b.log.infos[-1]
     c.train(6)
-    c.checkpointer.save(6, settled=False)
-    assert not checkpoint_files.read_manifest(tmp_path / "checkpoint" / "step-6").settled
+    c.checkpointer.save(6, outside_quorum=True)
+    assert checkpoint_files.read_manifest(tmp_path / "checkpoint" / "step-6").outside_quorum
     a.step_and_save(6)
-    assert checkpoint_files.read_manifest(tmp_path / "checkpoint" / "step-6").settled
+    assert not checkpoint_files.read_manifest(tmp_path / "checkpoint" / "step-6").outside_quorum
     resumes(tmp_path, 6, a)
 
 
-def test_of_two_unsettled_ones_of_a_step_the_first_stays(tmp_path: Path):
+def test_of_two_saved_outside_of_a_quorum_the_first_stays(tmp_path: Path):
     """Both groups got SIGTERM: the second finds the first one's checkpoint at the last moment."""
     a, b = Group(tmp_path, None), Group(tmp_path, None)
     a.train(3)
     b.train(3)
-    a.at["publish"] = lambda: b.checkpointer.save(3, settled=False)
-    a.checkpointer.save(3, settled=False)
+    a.at["publish"] = lambda: b.checkpointer.save(3, outside_quorum=True)
+    a.checkpointer.save(3, outside_quorum=True)
     assert names(tmp_path) == ["step-3"] and "another group has saved since" in a.log.infos[-1]
 
 
-def test_a_manifest_of_before_is_of_a_settled_step():
-    manifest = checkpoint_files.Manifest(1, "full", ("model",), 1, "2.13", "", (), settled=False)
-    assert not checkpoint_files.Manifest.from_json(manifest.to_json()).settled
+def test_a_manifest_of_before_was_saved_in_a_quorum():
+    manifest = checkpoint_files.Manifest(1, "full", ("model",), 1, "2.13", "", (), outside_quorum=True)
+    assert checkpoint_files.Manifest.from_json(manifest.to_json()).outside_quorum
+    assert json.loads(manifest.to_json())["settled"] is False
     body = {key: value for key, value in json.loads(manifest.to_json()).items() if key not in ("settled", "checksum")}
     old = json.dumps({**body, "checksum": checkpoint_files.checksum(body)})
-    assert checkpoint_files.Manifest.from_json(old).settled
+    assert not checkpoint_files.Manifest.from_json(old).outside_quorum
 
 
 @pytest.mark.parametrize("instant", ["begin", "write", "publish"])

@@ -96,7 +96,7 @@ def test_a_step_that_another_group_made_alone_is_not_gone_back_to(tmp_path: Path
         a.step_and_save(step)
         assert a.checkpointer.wait_uploaded(50.0)
     b.train(5)
-    b.checkpointer.save(5, settled=False)
+    b.checkpointer.save(5, outside_quorum=True)
     b.checkpointer.close()
     a.train(3)
     a.checkpointer.rewind(7, [], never)

@@ -156,11 +156,11 @@ def test_damage_on_the_disk_is_repaired_from_the_store(tmp_path: Path):
 
 
 def test_what_a_group_saves_as_it_leaves_replaces_no_other_save(tmp_path: Path):
-    """An unsettled save replaces no other save, except its own damaged copy on the disk."""
+    """A save outside of a quorum replaces no other save, except its own damaged copy on the disk."""
     left = start(tmp_path / "1")
     left.checkpointer.load()
     left.train(2)
-    left.checkpointer.save(2, settled=False)
+    left.checkpointer.save(2, outside_quorum=True)
     stored(left)
     stays = Job(tmp_path / "2" / "run", seed=1)
     stays.step_and_save(2)
@@ -180,7 +180,7 @@ def test_a_group_that_leaves_removes_nothing(tmp_path: Path):
     leaves.train(2)
     file_system, root = STORE.place
     file_system.pipe_file(f"{root}/step-4/__0_0.distcp.d1e5", b"whose manifest follows")
-    leaves.checkpointer.save(4, settled=False)
+    leaves.checkpointer.save(4, outside_quorum=True)
     stored(leaves)
     assert STORE.steps() == steps_in(tmp_path / "run") == [2, 4] and "__0_0.distcp.d1e5" in STORE.objects()[4]
     assert leaves.log.warnings == []

@@ -81,7 +81,7 @@ def checkpoint(
     content: str = "",
     kind: str = "full",
     *,
-    settled: bool = True,
+    outside_quorum: bool = False,
     size_bytes: int = 999,
     branch: int = 0,
 ) -> Path:
@@ -92,7 +92,7 @@ def checkpoint(
         (partial / name).write_bytes(data)
         digest.update(memoryview(data))
         records.append(digest.record(name))
-    manifest = Manifest(step, kind, ("model",), 1, "2", "", tuple(records), settled, branch=branch)
+    manifest = Manifest(step, kind, ("model",), 1, "2", "", tuple(records), outside_quorum, branch=branch)
     return checkpoint_files.publish(folder, manifest)
 
 
