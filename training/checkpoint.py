@@ -54,7 +54,7 @@ class SaveReport(NamedTuple):
     """One rank's result of a save."""
 
     records: list[FileRecord]  # one per file of this rank
-    own_error: str  # writing this rank's files; "": none
+    local_error: str  # writing this rank's files; "": none
     peer_error: str  # reported by another rank through DCP; "": none
 
 
@@ -379,26 +379,28 @@ class Checkpointer:
         if self._uploader is not None:
             self._uploader.abandoned.update(stored)
 
-    def _fetch(self, wanted: int, *, before: float = math.inf) -> None:
-        """Copies the newest checkpoint `before` a step out of the object store, or step `wanted` if >= 0, unless the folder has a newer
+    def _fetch(self, requested_step: int, *, before: float = math.inf) -> None:
+        """Copies the newest checkpoint `before` a step out of the object store, or `requested_step` if >= 0, unless the folder has a newer
         one. Raises CheckpointFailed if the store does not answer."""
         assert self._uploader
-        abandoned, goes_back = self._uploader.abandoned, math.isfinite(before)
+        abandoned, is_rewind = self._uploader.abandoned, math.isfinite(before)
         stored = {step: found for step, found in self._stored().items() if not found or abandoned.get(step) != found}
         self._uploader.replaceable.update(stored)  # by this launch, if it trains these steps again
-        if wanted >= 0 and wanted not in (*stored, *checkpoint_files.list_steps(self.folder)):
-            phrase = steps_phrase([*stored], wanted)
-            raise ValueError(f"checkpoint.load_step = {wanted}: not in {self.place}, nor in {self.folder}; {phrase}")
+        if requested_step >= 0 and requested_step not in (*stored, *checkpoint_files.list_steps(self.folder)):
+            phrase = steps_phrase([*stored], requested_step)
+            raise ValueError(
+                f"checkpoint.load_step = {requested_step}: not in {self.place}, nor in {self.folder}; {phrase}"
+            )
         damaged = []
-        for step, is_newer in self._candidates(stored, wanted, before):
+        for step, is_newer in self._candidates(stored, requested_step, before):
             try:
-                if self._extra_files and is_newer and not goes_back:
+                if self._extra_files and is_newer and not is_rewind:
                     # rows that another machine wrote; before the checkpoint, since a start that finds the step on disk fetches
                     # nothing more
                     self._uploader.store.fetch_files(self.folder.parent)
                 self._copy(self._uploader.store, step, self.folder)
                 # a group that does not write removes its older ones nowhere else
-                if self._saves_enabled and self._lease.shared and wanted < 0 and not goes_back:
+                if self._saves_enabled and self._lease.shared and requested_step < 0 and not is_rewind:
                     in_use, keep = self._uploader.in_use, self._config.keep_latest_k
                     with suppress(OSError):
                         checkpoint_files.remove_older(
@@ -421,15 +423,17 @@ class Checkpointer:
         if self._saves_enabled and not self._uploader.done and not self._uploader.in_use:  # none is on its way
             self._uploader.remove_unneeded()
 
-    def _candidates(self, stored: Mapping[int, Manifest | None], wanted: int, before: float) -> list[tuple[int, bool]]:
+    def _candidates(
+        self, stored: Mapping[int, Manifest | None], requested_step: int, before: float
+    ) -> list[tuple[int, bool]]:
         """Returns the steps of the object store that `_fetch` may copy, the best first, each with True if it is newer than the folder's
         newest. If the folder has one, older steps are left out, and so are those that come last: weights alone, and what a group saved as
         it left, where the folder has that step or the run goes back."""
-        goes_back = math.isfinite(before)
+        is_rewind = math.isfinite(before)
 
         def is_unfit(step: int) -> bool:
             path = checkpoint_files.step_folder(self.folder, step)
-            return step >= before or (goes_back and self._is_outside_quorum(step, manifest_or_problem(path)))
+            return step >= before or (is_rewind and self._is_outside_quorum(step, manifest_or_problem(path)))
 
         own = checkpoint_files.newest(
             self.folder, exclude=list(filter(is_unfit, checkpoint_files.list_steps(self.folder)))
@@ -443,11 +447,11 @@ class Checkpointer:
             and (
                 found.kind == "model"
                 or (step == own and found.outside_quorum)
-                or (goes_back and self._is_outside_quorum(step, found))
+                or (is_rewind and self._is_outside_quorum(step, found))
             )
         }
-        steps = [wanted] if wanted in stored else []
-        if wanted < 0:
+        steps = [requested_step] if requested_step in stored else []
+        if requested_step < 0:
             as_new = {step for step in stored if step not in last and recency[step] >= own_recency}
             steps = [step for step in stored if step < before and (own is None or step in as_new)]
         steps.sort(key=lambda step: (step not in last, recency[step]), reverse=True)
@@ -457,11 +461,11 @@ class Checkpointer:
         """Replaces a damaged checkpoint, on rank 0, by that of the object store; None: it has no intact one."""
         assert self._uploader
         try:
-            return checkpoint_files.read_manifest(self._copy(self._uploader.store, step, self.folder, anew=True))
+            return checkpoint_files.read_manifest(self._copy(self._uploader.store, step, self.folder, again=True))
         except (OSError, Damaged):
             return None
 
-    def _copy(self, store: ObjectStore, step: int, folder: Path, *, anew: bool = False) -> Path:
+    def _copy(self, store: ObjectStore, step: int, folder: Path, *, again: bool = False) -> Path:
         """Copies a checkpoint out of a store, on rank 0: see ObjectStore.fetch."""
         label = f"checkpoint: step {step} from {store.url}"
         bar = Bar(store.manifest(step).size_bytes, label, log=self._log)
@@ -473,7 +477,7 @@ class Checkpointer:
             bar.update(count)
 
         try:
-            return store.fetch(step, folder, fetcher=self._fetcher, anew=anew, on_bytes=on_bytes)
+            return store.fetch(step, folder, fetcher=self._fetcher, again=again, on_bytes=on_bytes)
         finally:
             bar.close()
 
@@ -598,7 +602,7 @@ class Checkpointer:
         from training import checkpoint_dcp as dcp
 
         began, lease, records = time.perf_counter(), self._lease, list[FileRecord]()
-        own_error = peer_error = ""  # see SaveReport
+        local_error = peer_error = ""  # see SaveReport
 
         def begin() -> Path | None:
             if not lease.acquire():  # here, as it reads a file, which must not block the training thread
@@ -613,10 +617,10 @@ class Checkpointer:
             self._on_stage("write")
             records = dcp.write(states, partial, group=self._ranks.group, planner=planner)
         except OSError as error:
-            own_error = checkpoint_files.reason(error)
+            local_error = checkpoint_files.reason(error)
         except dcp.OtherRankFailed as error:
             peer_error = str(error)
-        reports = self._ranks.all_gather(SaveReport(records, own_error, peer_error))
+        reports = self._ranks.all_gather(SaveReport(records, local_error, peer_error))
         size_bytes = self._ranks.on_rank0(lambda: self._finish_save(step, branch, kind, tuple(states), reports))
         if size_bytes is None:
             return self._log.info("checkpoint: step %d not saved: another group has saved since", step)
@@ -646,7 +650,7 @@ class Checkpointer:
             return lease.is_superseded() and self._newest() >= step
 
         try:
-            problems = [report.own_error for report in reports] + [report.peer_error for report in reports]
+            problems = [report.local_error for report in reports] + [report.peer_error for report in reports]
             if problem := next(filter(None, problems), ""):
                 raise OSError(problem)
             if is_late():
@@ -716,22 +720,24 @@ class Checkpointer:
         return checkpoint_files.list_steps(self.folder)
 
     def _load_own(self, steps: Sequence[int]) -> int:
-        wanted = self._config.load_step
-        if wanted >= 0 and wanted not in steps:
-            raise ValueError(f"checkpoint.load_step = {wanted}: not in {self.folder}; {steps_phrase(steps, wanted)}")
-        surveyed = self._survey([wanted] if wanted >= 0 else None)
+        load_step = self._config.load_step
+        if load_step >= 0 and load_step not in steps:
+            raise ValueError(
+                f"checkpoint.load_step = {load_step}: not in {self.folder}; {steps_phrase(steps, load_step)}"
+            )
+        surveyed = self._survey([load_step] if load_step >= 0 else None)
         if (loaded := self._load_first(surveyed)) is not None:
             return loaded
         if self._damaged:
             listed = "; ".join(f"step {step}: {problem}" for step, problem in self._damaged.items())
             folders = f"the folder and {self.place}" if is_url(self._config.folder) else "the folder"
-            rest = "set a different load_step" if wanted >= 0 else f"rename {folders} to start from step 0"
+            rest = "set a different load_step" if load_step >= 0 else f"rename {folders} to start from step 0"
             raise CheckpointFailed(f"checkpoint: no checkpoint in {self.folder} is intact ({listed}); {rest}")
         # There is no full checkpoint. Of checkpoints with only weights, a run can start from the seed only.
-        if 0 not in surveyed or (wanted < 0 and len(steps) > 1):
+        if 0 not in surveyed or (load_step < 0 and len(steps) > 1):
             newest = next(iter(surveyed))
             raise ValueError(
-                f"checkpoint.load_step = {wanted}: step {newest} in {self.folder} has only the weights "
+                f"checkpoint.load_step = {load_step}: step {newest} in {self.folder} has only the weights "
                 "(checkpoint.last_save_model_only), so this run cannot resume from it; a new run can start from them: "
                 f'checkpoint.initial_load_path = "{checkpoint_files.step_folder(self.folder, newest)}"'
             )
@@ -987,8 +993,8 @@ def initial_folder(name: str) -> Path:
     raise ValueError(f"{setting}: not a checkpoint, as it has no file .metadata")
 
 
-def steps_phrase(steps: Sequence[int], wanted: int) -> str:
+def steps_phrase(steps: Sequence[int], requested_step: int) -> str:
     if not steps:
         return "there are no checkpoints in it"
-    nearest = min(steps, key=lambda step: abs(step - wanted)) if wanted >= 0 else steps[-1]
+    nearest = min(steps, key=lambda step: abs(step - requested_step)) if requested_step >= 0 else steps[-1]
     return f"steps there: {', '.join(map(str, steps))}; nearest: {nearest}"

@@ -119,12 +119,12 @@ class ObjectStore:
             raise Damaged(f"{MANIFEST}: missing") from None
 
     def put(
-        self, path: Path, *, replaces: Callable[[Manifest | None], bool] = lambda found: False, anew: bool = False
+        self, path: Path, *, replaces: Callable[[Manifest | None], bool] = lambda found: False, again: bool = False
     ) -> Manifest:
         """Copies the checkpoint in the folder `path` into the store; its manifest last, and only if the step has none, or an equal one, or
-        one that `replaces` accepts (None: damaged). `anew`: files that are there are sent again, as they may be damaged."""
+        one that `replaces` accepts (None: damaged). `again`: files that are there are sent again, as they may be damaged."""
         manifest = checkpoint_files.read_manifest(path)
-        folder, present = f"step-{manifest.step}/", {} if anew else self.objects().get(manifest.step, {})
+        folder, present = f"step-{manifest.step}/", {} if again else self.objects().get(manifest.step, {})
         for file in manifest.files:
             if present.get(object_name(file)) != file.size_bytes:
                 self._call("put_file", folder + object_name(file), source=str(path / file.name))
@@ -155,18 +155,18 @@ class ObjectStore:
         folder: Path,
         *,
         fetcher: str = "",
-        anew: bool = False,
+        again: bool = False,
         on_bytes: Callable[[int], object] = lambda count: None,
     ) -> Path:
-        """Copies a checkpoint into `folder`, several segments at once, verifies it, and returns its place. Unless `anew`, one with an equal
-        manifest and files of those sizes stays, unverified. A fetch that was interrupted goes on: the segments that are on disk stay, if
+        """Copies a checkpoint into `folder`, several segments at once, verifies it, and returns its place. Unless `again`, one with an
+        equal manifest and files of those sizes stays, unverified. An interrupted fetch continues: the segments that are on disk stay, if
         they verify; those of another step are removed. `fetcher`: sets apart processes that share the folder. `on_bytes`: called for the
         bytes of each segment; what it raises ends the fetch. Raises Damaged."""
         manifest, target = self.manifest(step), checkpoint_files.step_folder(folder, step)
 
         def is_there() -> bool:
             with suppress(Damaged):
-                return not anew and checkpoint_files.read_manifest(target) == manifest
+                return not again and checkpoint_files.read_manifest(target) == manifest
             return False
 
         if is_there():
@@ -349,7 +349,7 @@ class Uploader:
         self._clock, self._retry_s = clock, retry_s
         self._changed = threading.Condition()
         self._busy: int | None = None  # step that is on its way
-        self._wanted: int | None = None  # newest step that is not in the store
+        self._pending: int | None = None  # newest step that is not in the store
         self._offers = 0  # calls of `enqueue`
         self._since_s = 0.0  # when the oldest save that waits was enqueued
         self._failure = ""  # of the newest try
@@ -362,11 +362,11 @@ class Uploader:
         """Asks for an upload of a local checkpoint. Returns at once."""
         with self._changed:
             waited_s = self._clock() - self._since_s
-            if self._wanted is not None and (self._failure or waited_s >= SLOW_S):
+            if self._pending is not None and (self._failure or waited_s >= SLOW_S):
                 self._report(f"checkpoint: step {step} waits: {self._waiting()}; training continues")
-            if self._wanted is None:
+            if self._pending is None:
                 self._since_s = self._clock()
-            self._wanted, self._offers = step, self._offers + 1
+            self._pending, self._offers = step, self._offers + 1
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="checkpoint-uploader", daemon=True)
                 self._thread.start()
@@ -375,7 +375,7 @@ class Uploader:
     @property
     def in_use(self) -> set[int]:
         """Local steps that must not be removed yet."""
-        return {step for step in (self._busy, self._wanted) if step is not None}
+        return {step for step in (self._busy, self._pending) if step is not None}
 
     def retry(self) -> None:
         """Tries at once what has failed."""
@@ -387,12 +387,12 @@ class Uploader:
         """Returns True once the store has the newest step that was offered, False after `timeout_s`; reports a long wait. Raises
         CheckpointFailed if a try has failed since `retry`; the thread goes on trying."""
         with self._changed:
-            if self._changed.wait_for(lambda: self._wanted is None or self._refused, timeout_s):
-                if self._wanted is not None:
+            if self._changed.wait_for(lambda: self._pending is None or self._refused, timeout_s):
+                if self._pending is not None:
                     self._refusal_raised = True
-                    where = checkpoint_files.step_folder(self._folder, self._wanted)
+                    where = checkpoint_files.step_folder(self._folder, self._pending)
                     raise CheckpointFailed(
-                        f"checkpoint: step {self._wanted} is not in {self.store.url}: {self._failure}; it is in {where}, and the same "
+                        f"checkpoint: step {self._pending} is not in {self.store.url}: {self._failure}; it is in {where}, and the same "
                         "command puts it there"
                     )
                 return True
@@ -403,7 +403,7 @@ class Uploader:
 
     def _waiting(self) -> str:
         waited = duration(self._clock() - self._since_s)
-        return f"{self.store.url} has not taken step {self._wanted} for {waited}: {self._failure or 'no answer yet'}"
+        return f"{self.store.url} has not taken step {self._pending} for {waited}: {self._failure or 'no answer yet'}"
 
     def close(self) -> None:
         """Waits for the upload of the newest step, and ends the thread. Raises CheckpointFailed, unless `wait` has. May be called twice."""
@@ -424,10 +424,10 @@ class Uploader:
                 if self._failure:
                     self._changed.wait_for(lambda: self._closed or self._retry_now, self._retry_s)
                 else:
-                    self._changed.wait_for(lambda: self._closed or self._wanted is not None)
+                    self._changed.wait_for(lambda: self._closed or self._pending is not None)
                 if self._closed:
                     return
-                self._busy, self._retry_now, offers = self._wanted, False, self._offers
+                self._busy, self._retry_now, offers = self._pending, False, self._offers
             failure = self._try(self._busy) if self._busy is not None else ""
             with self._changed:
                 if failure and not self._failure:
@@ -444,7 +444,7 @@ class Uploader:
                 if not failure:
                     self._since_s, self._slow_reported = self._clock(), False
                     if self._offers == offers:  # else a newer save waits, or the same step was saved again meanwhile
-                        self._wanted = None
+                        self._pending = None
                 self._busy = None
                 self._changed.notify_all()
 
@@ -460,14 +460,14 @@ class Uploader:
             return lease.shared and not manifest.outside_quorum and not lease.is_superseded()
 
         try:
-            path, anew = checkpoint_files.step_folder(self._folder, step), step in self.replaceable
+            path, again = checkpoint_files.step_folder(self._folder, step), step in self.replaceable
             manifest = checkpoint_files.read_manifest(path)
             for newer in list(self.abandoned):
                 self.store.set_aside(newer, self.abandoned[newer])
                 del self.abandoned[newer]
             # before the checkpoint: a run that resumes from it needs the rows of the steps up to it
             self.store.put_files(self._folder.parent, self._extra_files)
-            self.store.put(path, replaces=replaces, anew=anew)
+            self.store.put(path, replaces=replaces, again=again)
         except (OSError, Damaged) as error:
             if lease.shared and (here := checkpoint_files.list_steps(self._folder)) and step not in here:
                 self._log.info(

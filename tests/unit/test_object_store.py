@@ -141,7 +141,7 @@ def test_damage_is_found(store: ObjectStore, tmp_path: Path):
     store.put(checkpoint(tmp_path / "here", 4))  # sends what is missing
     store.fetch(4, tmp_path / "there")
     file_system.pipe_file(path, b"x" * manifest.files[0].size_bytes)
-    store.put(checkpoint(tmp_path / "here", 4), anew=True)
+    store.put(checkpoint(tmp_path / "here", 4), again=True)
     store.fetch(4, tmp_path / "elsewhere")
 
 
@@ -164,7 +164,7 @@ def test_an_interrupted_fetch_goes_on(store: ObjectStore, tmp_path: Path):
     assert checkpoint_files.read_verified(path) == manifest and sizes == [999, 999]
     assert [*(tmp_path / "there").iterdir()] == [path] and len([*path.iterdir()]) == 3
     with pytest.raises(Damaged):
-        store.fetch(4, tmp_path / "there", fetcher="b", anew=True)
+        store.fetch(4, tmp_path / "there", fetcher="b", again=True)
     assert checkpoint_files.read_verified(path) == manifest
 
 
