@@ -299,10 +299,10 @@ class Rank:
             to_local(value).fill_(nan)  # values that the checkpoint does not fill fail the comparison
         folder, group = self.reference(step), dist.group.WORLD if self.case.world_size > 1 else None
         metadata = checkpoint_dcp.read_metadata(folder)
-        filled, misfits, *_ = checkpoint_dcp.fit({"model": live}, metadata, wanted={"model"}, exclude=(), exact=True)
-        if problem := "; ".join(misfits) or checkpoint_dcp.load_into(filled, folder, group=group):
+        fit = checkpoint_dcp.fit({"model": live}, metadata, compared={"model"}, exclude=(), exact=True)
+        if problem := "; ".join(fit.misfits) or checkpoint_dcp.load_into(fit.states, folder, group=group):
             raise RuntimeError(f"the reference's checkpoint does not fit: {problem}")
-        state.load_state_dict(filled["model"])
+        state.load_state_dict(fit.states["model"])
 
     def forward_backward(self, step: int) -> StepSeen:
         """Computes this rank's sequences, all-reduces, and divides once, as train.py; without clipping, which would hide a wrong scale."""

@@ -904,18 +904,19 @@ class Checkpointer:
             problem = f".metadata: {type(error).__name__}: {error}"
         if problem := ranks.problem(problem):
             return problem
-        wanted = {*names, *(found.states if found is not None and not initial else ())}
+        compared = {*names, *(found.states if found is not None and not initial else ())}
         exclude = list(config.exclude_from_loading) if initial else []
         if initial and not config.initial_load_model_only:  # its settings are this run's, not those of the other run
             exclude.append("optimizer.param_groups")
         # they follow from this run's configuration; in its own checkpoints they are as in training, unless seq_len was changed
         exclude += [name for name in self._computed if initial or dcp.other_size(name, live, metadata)]
-        filled, unfit, *missing = dcp.fit(live, metadata, wanted=wanted, exclude=exclude, exact=not initial)
-        # a rank may hold only a part of the model: a name is missing if no rank has it
-        unknown, unused = (set.intersection(*each) for each in zip(*ranks.all_gather(missing), strict=True))
+        fit = dcp.fit(live, metadata, compared=compared, exclude=exclude, exact=not initial)
+        fits = ranks.all_gather(fit._replace(states={}))
+        unknown = set.intersection(*(each.only_in_checkpoint for each in fits))
+        unused = set.intersection(*(each.unused_excludes for each in fits))
         misfits = [f'exclude_from_loading: no name begins with "{prefix}"' for prefix in sorted(unused)]
         # once each: ranks with shards of the same tensor report the same misfit
-        misfits += dict.fromkeys(misfit for listed in ranks.all_gather(unfit) for misfit in listed)
+        misfits += dict.fromkeys(misfit for each in fits for misfit in each.misfits)
         misfits += [f"{name} is in the checkpoint but not in this run" for name in sorted(unknown)]
         if misfits:
             more = f" (and {len(misfits) - 3} more)" if len(misfits) > 3 else ""
@@ -923,16 +924,16 @@ class Checkpointer:
                 more += "; a stream is resumed by the same number of data-parallel ranks"
             request = initial or f'checkpoint.folder = "{config.folder}": {path}'
             raise ValueError(f"{request}: does not fit this run: {'; '.join(misfits[:3])}{more}")
-        if problem := dcp.load_into(filled, path, group=ranks.group):
+        if problem := dcp.load_into(fit.states, path, group=ranks.group):
             return problem
-        for name, values in filled.items():
+        for name, values in fit.states.items():
             self._states[name].load_state_dict(values)
-        lacking = {EMA_STATE, SPIKES_STATE}.intersection(names) - filled.keys()
+        lacking = {EMA_STATE, SPIKES_STATE}.intersection(names) - fit.states.keys()
         for name in lacking:  # what they hold is of steps that are given up
             cast(Any, self._states[name]).reset()
         size = "" if found is None else f"{found.size_bytes / 1e6:.1f} MB "
         seconds = time.perf_counter() - began
-        self._log.info("checkpoint: %s loaded from %s, %sin %.2f s", ", ".join(filled), path, size, seconds)
+        self._log.info("checkpoint: %s loaded from %s, %sin %.2f s", ", ".join(fit.states), path, size, seconds)
         return ""
 
     def _warn(self, message: str, *args: object) -> None:

@@ -16,7 +16,7 @@ from dataclasses import replace
 from io import BufferedWriter, FileIO
 from os import PathLike
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import IO, Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -55,6 +55,16 @@ CHUNK_BYTES = 64 << 20
 
 class OtherRankFailed(RuntimeError):
     """Another rank could not write its share; the message is that rank's error."""
+
+
+class Fit(NamedTuple):
+    """A comparison of a run's states with a checkpoint. With pipeline stages a rank has only some of the names: a name is missing in the
+    run only if all ranks have it in `only_in_checkpoint`, and unused only if all have it in `unused_excludes`."""
+
+    states: States  # that `load_into` can load
+    misfits: list[str]  # a phrase for each name that does not fit
+    only_in_checkpoint: set[str]
+    unused_excludes: set[str]  # entries of `exclude` that match no name
 
 
 def write(
@@ -109,18 +119,14 @@ def read_values(path: Path, state: str) -> dict[str, Any]:
     return {name.removeprefix(prefix): value for name, value in values.items()}
 
 
-def fit(
-    states: States, metadata: Metadata, *, wanted: Collection[str], exclude: Sequence[str], exact: bool
-) -> tuple[States, list[str], set[str], set[str]]:
-    """Returns the states that `load_into` can load from the checkpoint; a phrase for each name that does not fit; the names that only the
-    checkpoint has; and the entries of `exclude` that match no name. With a pipeline the last two hold on this rank: others may have them.
-    Compares names and sizes (`exact`: dtypes too) of the states in `wanted`. Names that equal, or lie below, an entry of `exclude` are
-    ignored on both sides. These may be missing: the optimizer state of a parameter that never had a gradient, optimizer
-    settings that a different version of torch lacks, the metrics of replica groups, the window of training.on_spike, and averages
-    of weights."""
-    saved = {name: value for name, value in metadata.state_dict_metadata.items() if name.split(".")[0] in wanted}
+def fit(states: States, metadata: Metadata, *, compared: Collection[str], exclude: Sequence[str], exact: bool) -> Fit:
+    """Compares names and sizes (`exact`: dtypes too) of the states in `compared` with those of the checkpoint. Names that equal, or lie
+    below, an entry of `exclude` are ignored on both sides. These may be missing: the optimizer state of a parameter that never had a
+    gradient, optimizer settings that a different version of torch lacks, the metrics of replica groups, the window of training.on_spike,
+    and averages of weights."""
+    saved = {name: value for name, value in metadata.state_dict_metadata.items() if name.split(".")[0] in compared}
     here = [f"{state}.{key}" for state, values in states.items() for key in values]
-    unused = {prefix for prefix in exclude if not any(_has_prefix(name, [prefix]) for name in (*saved, *here))}
+    unused_excludes = {prefix for prefix in exclude if not any(_has_prefix(name, [prefix]) for name in (*saved, *here))}
     saved = {name: value for name, value in saved.items() if not _has_prefix(name, exclude)}
     with_state = {name.rpartition(".")[0] for name in saved}
 
@@ -138,8 +144,8 @@ def fit(
     planner.set_up_planner(dict(states))
     present = dict(planner.state_dict)  # under DCP's joined names
     misfits = [misfit for name, value in present.items() if (misfit := _misfit(name, value, saved.get(name), exact))]
-    unknown = {name for name in saved.keys() - present.keys() if not name.startswith(_OPTIONAL)}
-    return states, misfits, unknown, unused
+    only_in_checkpoint = {name for name in saved.keys() - present.keys() if not name.startswith(_OPTIONAL)}
+    return Fit(states, misfits, only_in_checkpoint, unused_excludes)
 
 
 def other_size(name: str, states: States, metadata: Metadata) -> bool:
