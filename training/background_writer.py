@@ -39,7 +39,9 @@ class BackgroundWriter:
     """A thread that runs tasks, and retries those that fail. `report`: called when storage fails or recovers, in any thread."""
 
     def __init__(self, report: Report, *, clock: Clock = time.monotonic, retry_s: float = RETRY_S) -> None:
-        self._report, self._clock, self._retry_s = report, clock, retry_s
+        self._report = report
+        self._clock = clock
+        self._retry_s = retry_s
         self._tasks: list[_Task] = []
         self._changed = threading.Condition()
         self._requested = self._done = 0  # number of `wake` calls, and of those whose rows are written
@@ -148,7 +150,9 @@ class Events:
         self.count_by_event: Counter[str] = Counter()
         self.heals = 0
         self.lost = 0  # lines dropped for lack of room
-        self._path, self._background_writer, self._wall_clock = folder / EVENTS_FILE, background_writer, wall_clock
+        self._path = folder / EVENTS_FILE
+        self._background_writer = background_writer
+        self._wall_clock = wall_clock
         self._lock = threading.Lock()
         self._lines: deque[tuple[float, bytes]] = deque()  # unwritten lines, each with the time when it was added
         self._bytes = 0

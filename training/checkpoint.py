@@ -192,16 +192,24 @@ class Checkpointer:
         before a save makes its folder ("begin", rank 0), writes ("write"), renames ("publish", rank 0). `report`: reports that an object
         store fails or recovers; None: `log` does. `extra_files`: patterns of further files of the run's folder that an object store gets.
         `fetcher`: see ObjectStore.fetch. `on_bytes`: called on all ranks while rank 0 copies out of an object store, if bytes arrive."""
-        self._run_folder, self.folder = run_folder, run_folder / config.local_folder
+        self._run_folder = run_folder
+        self.folder = run_folder / config.local_folder
         self.place = config.place(run_folder)
         self.saving: Future[None] | None = None  # a save in the background, until `wait`
-        self._config, self._states, self._log, self._clock = config, states, log, clock
-        self._computed, self._lease = computed, lease or SoloLease()
-        self._ranks, self._on_stage = ranks or RankCollectives(), on_stage
+        self._config = config
+        self._states = states
+        self._log = log
+        self._clock = clock
+        self._computed = computed
+        self._lease = lease or SoloLease()
+        self._ranks = ranks or RankCollectives()
+        self._on_stage = on_stage
         self._in_thread = in_thread or (
             lambda work: threading.Thread(target=work, name="checkpoint-scan", daemon=True).start()
         )
-        self._extra_files, self._fetcher, self._on_bytes = extra_files, fetcher, on_bytes
+        self._extra_files = extra_files
+        self._fetcher = fetcher
+        self._on_bytes = on_bytes
         self._fetched_bytes = 0  # copied so far by the thread of `_copy_on_rank0`
         self._ends_copy = False  # True: that thread stops at its next segment
         self._saves_enabled = not config.nothing_saved

@@ -187,7 +187,8 @@ class DigestingStream(BufferedWriter):
 
     def __init__(self, path: Path, digester: ThreadPoolExecutor) -> None:
         super().__init__(FileIO(path, "wb"))
-        self._digester, self.digest = digester, Digest()
+        self._digester = digester
+        self.digest = Digest()
 
     def write(self, data: Any) -> int:
         view = memoryview(data).cast("B")
@@ -245,8 +246,11 @@ class StreamingPlanner(DefaultSavePlanner):
         chunk_bytes: int = CHUNK_BYTES,
     ) -> None:
         super().__init__()
-        self._make, self._written, self._chunk_bytes = make, written, chunk_bytes
-        self._name, self._tensor = "", torch.empty(0)
+        self._make = make
+        self._written = written
+        self._chunk_bytes = chunk_bytes
+        self._name = ""
+        self._tensor = torch.empty(0)
 
     def create_local_plan(self) -> SavePlan:
         plan = super().create_local_plan()

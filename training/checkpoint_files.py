@@ -138,10 +138,12 @@ class Digest:
     detected, others are missed with a probability of about 2^-63. A segment's digest is BLAKE2b over its chunks' values and its length."""
 
     def __init__(self) -> None:
-        self._words, self._weights = np.zeros(_HASHED_BYTES // 8, dtype="<u8"), _hash_coefficients()
+        self._words = np.zeros(_HASHED_BYTES // 8, dtype="<u8")
+        self._weights = _hash_coefficients()
         self._bytes = self._words.view(np.uint8)
         self._filled = self._size_bytes = 0
-        self._values, self._digests = list[bytes](), list[str]()
+        self._values = list[bytes]()
+        self._digests = list[str]()
 
     def update(self, data: memoryview) -> None:
         """Appends bytes of any length; the digests do not depend on how the stream is split into calls."""

@@ -75,15 +75,24 @@ class Components:
     ) -> None:
         """`signals`: the requests to stop and to save, which the loop takes. `cleanup` closes what is opened here, in reverse order.
         `changes`: see configs.saved.check_saved."""
-        self.config, self.environment, self.world, self.changes = config, environment, world, changes
-        self.signals, self.log, self.cleanup = signals, log, cleanup
+        self.config = config
+        self.environment = environment
+        self.world = world
+        self.changes = changes
+        self.signals = signals
+        self.log = log
+        self.cleanup = cleanup
         signals.nothing_saved = config.checkpoint.nothing_saved
-        self.device, self.progress = world.device.torch_device, Progress()
-        self.pending_requests, self.save_overdue, self.budgets_end = 0, False, False
+        self.device = world.device.torch_device
+        self.progress = Progress()
+        self.pending_requests = 0
+        self.save_overdue = False
+        self.budgets_end = False
         self.inner_steps = config.fault_tolerance.inner_steps  # optimizer steps from one commit to the next
         self.group_folder = group_folder(config.run_folder, config.fault_tolerance, environment)
         self.background_writer = cleanup.enter_context(closing(BackgroundWriter(self.report_storage)))
-        self.events, self.config_is_due = Events(self.group_folder, self.background_writer), False
+        self.events = Events(self.group_folder, self.background_writer)
+        self.config_is_due = False
         self.background_writer.register(CONFIG_FILE, self.write_config)
         with self.progress.phase("start"):
             check_same_settings(config, changes, world)

@@ -76,9 +76,14 @@ class MetricsWriter:
         rows_kept: int = ROWS_KEPT,
         kept_bytes: int = KEPT_BYTES,
     ) -> None:
-        self._folder, self._writer_quorum, self._open_sinks = folder, writer_quorum, open_sinks
-        self._background_writer, self._shared, self._clock = background_writer, shared, clock
-        self._rows_kept, self._max_kept_bytes = rows_kept, kept_bytes
+        self._folder = folder
+        self._writer_quorum = writer_quorum
+        self._open_sinks = open_sinks
+        self._background_writer = background_writer
+        self._shared = shared
+        self._clock = clock
+        self._rows_kept = rows_kept
+        self._max_kept_bytes = kept_bytes
         self._lock = threading.Lock()  # for state shared by both threads; never held during file operations
         self.kept: deque[_KeptRow] = deque()  # rows in memory
         self._kept_bytes = self._last_number = 0

@@ -344,9 +344,14 @@ class Uploader:
         self.done = set[int]()  # steps that this launch has put
         self.replaceable = set[int]()  # steps of this run's own that it may put again
         self.abandoned = dict[int, Manifest]()  # checkpoints in the store that are set aside before the next one is put
-        self._folder, self._keep, self._extra_files = folder, keep, extra_files
-        self.lease, self._log, self._report = lease, log, report
-        self._clock, self._retry_s = clock, retry_s
+        self._folder = folder
+        self._keep = keep
+        self._extra_files = extra_files
+        self.lease = lease
+        self._log = log
+        self._report = report
+        self._clock = clock
+        self._retry_s = retry_s
         self._changed = threading.Condition()
         self._busy: int | None = None  # step that is on its way
         self._pending: int | None = None  # newest step that is not in the store

@@ -36,7 +36,8 @@ class OptimizerState:
     _NOT_STATE = frozenset({"params", "fused", "foreach", "capturable", "differentiable"})
 
     def __init__(self, parts: Sequence[nn.Module], optimizer: torch.optim.Optimizer) -> None:
-        self._parts, self._optimizer = parts, optimizer
+        self._parts = parts
+        self._optimizer = optimizer
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the live tensors; creates those of a fresh optimizer first, since loading is in place."""

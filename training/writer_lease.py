@@ -51,8 +51,10 @@ class WriterLease:
     outside_quorum = False  # True: the step of a save may not be part of the job's history
 
     def __init__(self, folder: Path, quorum: Callable[[], Quorum | None]) -> None:
-        self._folder, self._quorum = folder, quorum
-        self._acquired, self.suffix = ("", 0), ""  # suffix: of folder names, unique to this writer
+        self._folder = folder
+        self._quorum = quorum
+        self._acquired = ("", 0)
+        self.suffix = ""  # of folder names, unique to this writer
 
     @property
     def has_role(self) -> bool:
