@@ -621,7 +621,8 @@ class Checkpointer:
         try:
             partial = self._ranks.on_rank0(begin)
             if partial is None:
-                return self._log.info("checkpoint: step %d not saved: another group is the checkpoint writer now", step)
+                self._log.info("checkpoint: step %d not saved: another group is the checkpoint writer now", step)
+                return
             self._on_stage("write")
             records = dcp.write(states, partial, group=self._ranks.group, planner=planner)
         except OSError as error:
@@ -631,7 +632,8 @@ class Checkpointer:
         reports = self._ranks.all_gather(SaveReport(records, local_error, peer_error))
         size_bytes = self._ranks.on_rank0(lambda: self._finish_save(step, branch, kind, tuple(states), reports))
         if size_bytes is None:
-            return self._log.info("checkpoint: step %d not saved: another group has saved since", step)
+            self._log.info("checkpoint: step %d not saved: another group has saved since", step)
+            return
         self.saved_step = step
         if kind == "full":
             self._saved_full_step = step

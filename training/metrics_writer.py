@@ -187,7 +187,8 @@ class MetricsWriter:
         if quorum is None or reopen:
             self._close_files()
         if quorum is None:
-            return self._drop_written_rows()
+            self._drop_written_rows()
+            return
         try:
             is_ours = not rows or self._write_or_take_over(quorum, rows, known)
             if self._sync_requested and self.sinks is not None:

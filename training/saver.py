@@ -102,7 +102,8 @@ class Saver:
                 requested |= stop_requested()
                 action = self.checkpointer.agree(lambda stop_on_any: self._next_action(step, stop_on_any), requested)
                 if action == "finish":
-                    return self.manager.finish(saved=True)
+                    self.manager.finish(saved=True)
+                    return
                 if action in ("upload", "leave"):
                     try:
                         self.checkpointer.wait_uploaded()
