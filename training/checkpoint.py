@@ -285,13 +285,11 @@ class Checkpointer:
         requests = self._ranks.all_gather(request)
         return self._ranks.on_rank0(lambda: decide(any(requests)))
 
-    def save(self, step: int, *, branch: int = 0, last: bool = False, outside_quorum: bool = False) -> float:
-        """Saves the states as `step`, due or not; returns the seconds that the caller was blocked. `branch`: how often the run has gone
-        back to a checkpoint. `last`: the run ends with this step. `outside_quorum`: see OutsideQuorumLease; nothing can be saved after it.
-        Does nothing if saving is disabled, the step is saved already, or another group is the writer. Async modes write in the background;
-        a later call raises its CheckpointFailed."""
-        began = time.perf_counter()
-        self._failed_at = self._clock()  # reset below on success
+    def save(self, step: int, *, branch: int = 0, last: bool = False, outside_quorum: bool = False) -> None:
+        """Saves the states as `step`, due or not. `branch`: how often the run has gone back to a checkpoint. `last`: the run ends with this
+        step. `outside_quorum`: see OutsideQuorumLease; nothing can be saved after it. Does nothing if saving is disabled, the step is saved
+        already, or another group is the writer. Async modes write in the background; a later call raises its CheckpointFailed."""
+        self._failed_at = self._clock()  # until success below: an exception in between makes `overdue` retry
         self.wait()
         model_only = last and self._config.last_save_model_only
         if self._saves_enabled and (model_only or step != self._saved_full_step):
@@ -317,7 +315,6 @@ class Checkpointer:
                 states = self._stage(stager)
                 self.saving = background.submit(self._write, step, branch, "full", states)
         self._failed_at = self._found_step = None
-        return time.perf_counter() - began
 
     def save_seed(self, planner: StreamingPlanner | None = None) -> None:
         """Saves only the weights, as step 0, bit for bit. Raises CheckpointFailed. `planner`: see checkpoint_dcp.py."""

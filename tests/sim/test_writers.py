@@ -100,9 +100,9 @@ def raises_into_the_loop(real: Any) -> Any:
 
 
 def acquires_in_the_step(real: Any) -> Any:
-    def save(self: checkpoint.Checkpointer, *args: Any, **named: Any) -> float:
+    def save(self: checkpoint.Checkpointer, *args: Any, **named: Any) -> None:
         self._lease.acquire()
-        return real(self, *args, **named)
+        real(self, *args, **named)
 
     return save
 
