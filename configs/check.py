@@ -87,7 +87,7 @@ def check_resume(config: RunConfig, changed: Collection[str], *, world_size: int
         return
     if is_url(checkpoint.folder):
         with suppress(OSError):  # a store that does not answer is reported by the ranks
-            if ObjectStore(checkpoint.place(folder)).is_ahead_of(folder / checkpoint.local_folder):
+            if ObjectStore(checkpoint.location(folder)).is_ahead_of(folder / checkpoint.local_folder):
                 return
     from training.checkpoint_dcp import read_values  # the import takes a second
 

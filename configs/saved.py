@@ -123,7 +123,7 @@ def fetch_saved(config: RunConfig, *, newer: bool = True) -> RunConfig:
         return config
     with suppress(OSError, ValueError):  # an illegal URL, or a store that does not answer, is reported later
         check_url("checkpoint.folder", checkpoint.folder)
-        store, local = ObjectStore(checkpoint.place(folder)), folder / checkpoint.local_folder
+        store, local = ObjectStore(checkpoint.location(folder)), folder / checkpoint.local_folder
         if not (folder / CONFIG_FILE).exists() or (newer and store.is_ahead_of(local)):
             store.fetch_files(folder, [CONFIG_FILE])
     return with_held_out_share(config)

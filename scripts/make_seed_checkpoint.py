@@ -85,7 +85,7 @@ def make_seed(config: RunConfig, log: Log, *, chunk_bytes: int = CHUNK_BYTES, dr
     ):
         checkpointer.load()  # raises if the run has begun; removes leftovers of a killed process
         if list_steps(checkpointer.folder):
-            raise ValueError(f"job.name: {checkpointer.place}/step-0 exists; remove it, or set a different job.name")
+            raise ValueError(f"job.name: {checkpointer.location}/step-0 exists; remove it, or set a different job.name")
         check_room(checkpointer.folder, total)
         save(config, config.run_folder)
         weights = sum(parameter.numel() for parameter in model.parameters())

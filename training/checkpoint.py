@@ -153,7 +153,7 @@ class CheckpointConfig:
         """Folder of the checkpoints inside the run's folder, also if `folder` is a URL."""
         return "checkpoint" if is_url(self.folder) else os.path.expanduser(self.folder)  # noqa: PTH111 (see run_folder)
 
-    def place(self, run_folder: Path) -> str:
+    def location(self, run_folder: Path) -> str:
         """Returns the folder or URL that has the checkpoints of the run."""
         is_store = is_url(self.folder)
         return f"{self.folder.rstrip('/')}/{run_folder.name}" if is_store else str(run_folder / self.local_folder)
@@ -194,7 +194,7 @@ class Checkpointer:
         `fetcher`: see ObjectStore.fetch. `on_bytes`: called on all ranks while rank 0 copies out of an object store, if bytes arrive."""
         self._run_folder = run_folder
         self.folder = run_folder / config.local_folder
-        self.place = config.place(run_folder)
+        self.location = config.location(run_folder)
         self.saving: Future[None] | None = None  # a save in the background, until `wait`
         self._config = config
         self._states = states
@@ -228,7 +228,7 @@ class Checkpointer:
         self._found_step: int | None = None  # newest step in the folder, read when this group became the writer
         self._uploader: Uploader | None = None  # of rank 0, if the folder is a URL
         if is_url(config.folder) and self._ranks.rank == 0:
-            store, keep = ObjectStore(self.place), config.keep_latest_k
+            store, keep = ObjectStore(self.location), config.keep_latest_k
             self._uploader = Uploader(
                 store,
                 self.folder,
@@ -394,7 +394,7 @@ class Checkpointer:
         if requested_step >= 0 and requested_step not in (*stored, *checkpoint_files.list_steps(self.folder)):
             phrase = steps_phrase([*stored], requested_step)
             raise ValueError(
-                f"checkpoint.load_step = {requested_step}: not in {self.place}, nor in {self.folder}; {phrase}"
+                f"checkpoint.load_step = {requested_step}: not in {self.location}, nor in {self.folder}; {phrase}"
             )
         damaged = []
         for step, is_newer in self._candidates(stored, requested_step, before):
@@ -414,15 +414,15 @@ class Checkpointer:
                 break
             except Damaged as damage:
                 damaged.append(f"step {step}: {damage}")
-                self._log.warning("checkpoint: step %d in %s is damaged and not used: %s", step, self.place, damage)
+                self._log.warning("checkpoint: step %d in %s is damaged and not used: %s", step, self.location, damage)
             except OSError as error:  # of the store, or of a full disk
-                what = f"checkpoint: step {step} cannot be copied from {self.place} to {self.folder}"
+                what = f"checkpoint: step {step} cannot be copied from {self.location} to {self.folder}"
                 raise CheckpointFailed(
                     f"{what}: {checkpoint_files.reason(error)}; the next launch copies the rest"
                 ) from None
         else:
             if damaged and not checkpoint_files.list_steps(self.folder):
-                raise CheckpointFailed(f"checkpoint: no checkpoint in {self.place} is intact ({'; '.join(damaged)})")
+                raise CheckpointFailed(f"checkpoint: no checkpoint in {self.location} is intact ({'; '.join(damaged)})")
         for step in stored:  # what an earlier launch had begun to copy, if it is not needed any more
             checkpoint_files.remove_partial(self.folder, step, fetch_suffix(self._fetcher))
         if self._saves_enabled and not self._uploader.done and not self._uploader.in_use:  # none is on its way
@@ -516,7 +516,7 @@ class Checkpointer:
             raise self._unreadable(error) from None
 
     def _unreadable(self, error: OSError) -> CheckpointFailed:
-        why = f"checkpoint: {self.place} cannot be read: {checkpoint_files.reason(error)}"
+        why = f"checkpoint: {self.location} cannot be read: {checkpoint_files.reason(error)}"
         return CheckpointFailed(f"{why}; refusing to start: it may hold this run's checkpoints")
 
     def newest_step(self, kind: str = "full") -> int:
@@ -737,7 +737,7 @@ class Checkpointer:
             return loaded
         if self._damaged:
             listed = "; ".join(f"step {step}: {problem}" for step, problem in self._damaged.items())
-            folders = f"the folder and {self.place}" if is_url(self._config.folder) else "the folder"
+            folders = f"the folder and {self.location}" if is_url(self._config.folder) else "the folder"
             rest = "set a different load_step" if load_step >= 0 else f"rename {folders} to start from step 0"
             raise CheckpointFailed(f"checkpoint: no checkpoint in {self.folder} is intact ({listed}); {rest}")
         # There is no full checkpoint. Of checkpoints with only weights, a run can start from the seed only.
@@ -770,7 +770,9 @@ class Checkpointer:
             if problem and is_url(self._config.folder):
                 found = self._copy_on_rank0(partial(self._fetch_again, step)) or problem
                 if isinstance(found, Manifest):
-                    self._warn("checkpoint: step %d is damaged (%s), fetched again from %s", step, problem, self.place)
+                    self._warn(
+                        "checkpoint: step %d is damaged (%s), fetched again from %s", step, problem, self.location
+                    )
                     problem = self._restore(path, found, tuple(self._states))
             if problem:
                 self._damaged[step] = problem

@@ -491,7 +491,7 @@ class Components:
 
     def print_summary(self, verb: str, next_command: str = "") -> None:
         """Logs the closing summary. `next_command`: what to run next; "": the same again, or what shows a finished run."""
-        saved, groups, settings = self.checkpointer.place, self.events.summary(), self.config.checkpoint
+        saved, groups, settings = self.checkpointer.location, self.events.summary(), self.config.checkpoint
         if verb == "finished":
             next_command = next_command or f"tensorboard --logdir {quote(str(self.config.run_folder.parent))}"
         if settings.nothing_saved:
@@ -518,8 +518,8 @@ def check_same_settings(config: RunConfig, changes: Mapping[str, str], world: Wo
     if world.global_rank == 0:
         world.store.set("settings", read)
     elif world.store.get("settings").decode() != read:
-        path, place = config.run_folder / CONFIG_FILE, config.checkpoint.place(config.run_folder)
-        raise CheckpointFailed(f"{path} was fetched from {place} after this rank had read an older one: start again")
+        path, location = config.run_folder / CONFIG_FILE, config.checkpoint.location(config.run_folder)
+        raise CheckpointFailed(f"{path} was fetched from {location} after this rank had read an older one: start again")
 
 
 def merge_changes(earlier: Mapping[str, str], later: Mapping[str, str]) -> dict[str, str]:

@@ -75,7 +75,7 @@ class ObjectStore:
         self.url = url
 
     @functools.cached_property
-    def place(self) -> tuple[Any, str]:
+    def file_system_and_root(self) -> tuple[Any, str]:
         """The file system and the path in it. Made by the first rank that needs it: the import of a driver takes a second."""
         from fsspec.core import url_to_fs
 
@@ -85,7 +85,7 @@ class ObjectStore:
     def objects(self) -> dict[int, dict[str, int]]:
         """Returns the bytes of each object of each step: {40: {"manifest.json": 912, ...}}, with and without a manifest."""
         with _os_errors(self.url):
-            file_system, root = self.place
+            file_system, root = self.file_system_and_root
             found: dict[int, dict[str, int]] = {}
             for path, entry in file_system.find(root, detail=True).items():
                 if match := _OBJECT.fullmatch(path[len(root) + 1 :]):
@@ -226,13 +226,15 @@ class ObjectStore:
         digest = hashlib.blake2b(manifest.to_json().encode(), digest_size=16).hexdigest()
         for name in self.objects()[step]:
             copy = f"{name}.{digest}" if name == MANIFEST else name
-            self._call("cp_file", f"step-{step}/{name}", f"{self.place[1]}/{ABANDONED}/step-{step}/{copy}")
+            self._call(
+                "cp_file", f"step-{step}/{name}", f"{self.file_system_and_root[1]}/{ABANDONED}/step-{step}/{copy}"
+            )
         self._call("rm_file", f"step-{step}/{MANIFEST}")
 
     def file_segments(self) -> dict[str, list[tuple[int, int, str]]]:
         """Returns first byte, bytes and object of each segment of each file that was put, in order: {"metrics.jsonl": [...]}."""
         with _os_errors(self.url):
-            file_system, root = self.place
+            file_system, root = self.file_system_and_root
             found: dict[str, list[tuple[int, int, str]]] = {}
             for path, entry in sorted(file_system.find(f"{root}/{FILES}", detail=True).items()):
                 key = path[len(root) + 1 :]
@@ -287,7 +289,7 @@ class ObjectStore:
     def unfinished(self) -> list[tuple[int, str, str, str]]:
         """Returns step, bucket, key and ID of each unfinished multipart upload: it takes space in S3, and is in no listing."""
         with _os_errors(self.url):
-            file_system, root = self.place
+            file_system, root = self.file_system_and_root
             if not hasattr(file_system, "call_s3"):
                 return []
             bucket, prefix, _ = file_system.split_path(f"{root}/step-")
@@ -301,7 +303,7 @@ class ObjectStore:
         for step, *upload in self.unfinished():
             if step <= until:
                 with _os_errors(self.url):
-                    self.place[0].abort_mpu(*upload)
+                    self.file_system_and_root[0].abort_mpu(*upload)
         for step, objects in self.objects().items():
             if step > until:
                 continue
@@ -317,7 +319,7 @@ class ObjectStore:
     def _call(self, method: str, name: str, *arguments: Any, source: str = "", **options: Any) -> Any:
         """Calls a method of the file system for an object. `source`: a first argument, before the object's path."""
         with _os_errors(self.url):
-            file_system, root = self.place
+            file_system, root = self.file_system_and_root
             first = (source, f"{root}/{name}") if source else (f"{root}/{name}",)
             return getattr(file_system, method)(*first, *arguments, **options)
 

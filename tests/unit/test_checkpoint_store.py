@@ -90,7 +90,7 @@ def test_a_long_copy_is_waited_for_while_bytes_arrive(tmp_path: Path):
 
 def test_damage_in_the_store_costs_one_checkpoint(tmp_path: Path):
     job = saved(tmp_path / "1", 2, 4)
-    file_system, root = STORE.place
+    file_system, root = STORE.file_system_and_root
     name = next(name for name in STORE.objects()[4] if ".distcp" in name)
     content = file_system.cat_file(f"{root}/step-4/{name}")
     file_system.pipe_file(f"{root}/step-4/{name}", content[:-1] + bytes([content[-1] ^ 1]))
@@ -178,7 +178,7 @@ def test_a_group_that_leaves_removes_nothing(tmp_path: Path):
     stored(writer)
     leaves.checkpointer.load()
     leaves.train(2)
-    file_system, root = STORE.place
+    file_system, root = STORE.file_system_and_root
     file_system.pipe_file(f"{root}/step-4/__0_0.distcp.d1e5", b"whose manifest follows")
     leaves.checkpointer.save(4, outside_quorum=True)
     stored(leaves)
@@ -251,7 +251,7 @@ def test_an_earlier_step_is_trained_again(tmp_path: Path):
 
 def test_a_launch_puts_what_a_killed_one_could_not(tmp_path: Path):
     saved(tmp_path / "1", 2, 4)
-    file_system, root = STORE.place
+    file_system, root = STORE.file_system_and_root
     file_system.rm_file(f"{root}/step-4/{MANIFEST}")
     job = start(tmp_path / "1")
     assert job.checkpointer.load() == 4
@@ -405,7 +405,7 @@ def test_the_last_step_is_put_until_sigterm(tmp_path: Path, monkeypatch: pytest.
 
 def test_damage_everywhere_is_no_new_run(tmp_path: Path):
     saved(tmp_path / "1", 2).checkpointer.close()
-    file_system, root = STORE.place
+    file_system, root = STORE.file_system_and_root
     for name in STORE.objects()[2]:
         file_system.pipe_file(f"{root}/step-2/{name}", b"damaged")
     with pytest.raises(CheckpointFailed, match=r"^checkpoint: no checkpoint in memory://checkpoints/run is intact"):

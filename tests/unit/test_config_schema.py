@@ -73,7 +73,7 @@ def test_a_folder_may_begin_at_the_users_home(tmp_path: Path, monkeypatch: pytes
     config = load([written(tmp_path, "", "small.toml"), *argv])
     assert config.run_folder == Path(found)
     assert config.run_folder / config.checkpoint.local_folder == Path("/users/me/ck")
-    assert config.checkpoint.place(config.run_folder) == "/users/me/ck"
+    assert config.checkpoint.location(config.run_folder) == "/users/me/ck"
 
 
 def test_a_config_is_frozen_hashable_and_picklable(tmp_path: Path) -> None:

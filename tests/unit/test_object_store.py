@@ -131,7 +131,7 @@ def test_a_second_writer_is_refused(store: ObjectStore, tmp_path: Path):
 
 def test_damage_is_found(store: ObjectStore, tmp_path: Path):
     manifest = store.put(checkpoint(tmp_path / "here", 4))
-    file_system, root = store.place
+    file_system, root = store.file_system_and_root
     for damage in (b"x" * manifest.files[0].size_bytes, b"short", None):
         path = f"{root}/step-4/{object_name(manifest.files[0])}"
         file_system.rm_file(path) if damage is None else file_system.pipe_file(path, damage)
@@ -158,7 +158,7 @@ def test_an_interrupted_fetch_goes_on(store: ObjectStore, tmp_path: Path):
     assert partial.name == "step-4.partial-fetch-0"
     (partial / "__9_0.distcp").touch()
     (partial / ".metadata").unlink()
-    file_system, root = store.place
+    file_system, root = store.file_system_and_root
     file_system.pipe_file(f"{root}/step-4/{object_name(manifest.files[0])}", b"x" * manifest.files[0].size_bytes)
     path = store.fetch(4, tmp_path / "there", on_bytes=sizes.append)
     assert checkpoint_files.read_verified(path) == manifest and sizes == [999, 999]
@@ -316,7 +316,7 @@ def test_a_run_is_read_from_its_url(store: ObjectStore, tmp_path: Path):
             run / "checkpoint"
         ) == [4]
         # a damaged one is passed over, as on a disk
-        file_system, root = store.place
+        file_system, root = store.file_system_and_root
         file_system.pipe_file(f"{root}/step-4/manifest.json", b"")
         file_system.rm_file(f"{root}/step-6/manifest.json")
     assert not run.exists()
