@@ -30,7 +30,8 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from bench.pairs import in_turns, parser, ratio, table
 from ft.optim_state import init_optim_state
-from training.checkpoint import CheckpointConfig, Checkpointer
+from training.checkpoint import Checkpointer
+from training.checkpoint_config import CheckpointConfig
 from training.checkpoint_files import Digest
 from training.log import Log
 from training.states import ModelState, OptimizerState

@@ -75,7 +75,8 @@ def group_process(name: str, lighthouse: str, folder: Path, talk: Any) -> None:
     from ft.rpc.clients import channel
     from ft.rpc.generated import pharos_pb2
     from training.background_writer import BackgroundWriter
-    from training.checkpoint import CheckpointConfig, Checkpointer
+    from training.checkpoint import Checkpointer
+    from training.checkpoint_config import CheckpointConfig
     from training.log import Log
     from training.metrics_writer import MetricsWriter
     from training.sinks import Sinks

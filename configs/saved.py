@@ -18,7 +18,7 @@ from configs.keys import to_text
 from configs.load import CONFIG_FILE, read_saved, section_types, with_held_out_share
 from configs.schema import RunConfig
 from parallelisms.mesh import degrees
-from training.checkpoint import CheckpointConfig
+from training.checkpoint_config import CheckpointConfig
 from training.checkpoint_files import list_steps
 from training.durable_files import replace_file
 from training.object_store import ObjectStore, check_url, is_url

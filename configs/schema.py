@@ -22,7 +22,7 @@ from parallelisms.distributed import ENV, CommConfig
 from parallelisms.execution import CompileConfig, ExecutionConfig, Precision
 from parallelisms.float8 import Float8Config
 from parallelisms.mesh import ParallelismConfig
-from training.checkpoint import CheckpointConfig
+from training.checkpoint_config import CheckpointConfig
 from training.config import ResumeConfig, TrainingConfig, ValidationConfig
 from training.loss import chunk_tokens
 from training.metrics import MetricsConfig

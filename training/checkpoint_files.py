@@ -225,6 +225,14 @@ def read_manifest(path: Path) -> Manifest:
     return manifest
 
 
+def manifest_or_problem(path: Path) -> Manifest | str:
+    """Returns the manifest, or the damage to the checkpoint as far as the sizes of its files show it."""
+    try:
+        return read_manifest(path)
+    except Damaged as damage:
+        return str(damage)
+
+
 def verify(path: Path, manifest: Manifest, *, share: int = 0, shares: int = 1) -> None:
     """Compares the files with their digests; each of `shares` callers reads every `shares`-th segment. Raises Damaged with the place."""
     for segment in islice(segments(manifest), share, None, shares):

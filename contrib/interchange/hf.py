@@ -37,7 +37,7 @@ from models.llama_hf import Entry, Format, Published
 from scripts.generate import checkpoint_of, read_surviving, state_of
 from scripts.make_seed_checkpoint import check_room
 from training import checkpoint_dcp, checkpoint_files
-from training.checkpoint import CheckpointConfig
+from training.checkpoint_config import CheckpointConfig
 from training.checkpoint_dcp import StreamingPlanner
 from training.checkpoint_files import CheckpointFailed, Manifest, Removed, is_same, read_verified, step_folder
 from training.log import Log

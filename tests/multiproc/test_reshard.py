@@ -22,7 +22,8 @@ from parallelisms.mesh import MeshCoordinate, ParallelismConfig, degrees
 from tests.multiproc.pool import Pool
 from tests.multiproc.test_layouts import on_cpu
 from tests.unit.fakes import Lines
-from training.checkpoint import CheckpointConfig, Checkpointer
+from training.checkpoint import Checkpointer
+from training.checkpoint_config import CheckpointConfig
 from training.checkpoint_dcp import StreamingPlanner
 from training.checkpoint_files import EMA_STATE
 from training.config import TrainingConfig

@@ -17,7 +17,7 @@ from scripts import make_seed_checkpoint
 from scripts.generate import load_model
 from tests.scripts.hf_world import KINDS, V, our_logits, run, same, saved, tensors, their_logits, tokenizers_of
 from tests.scripts.tiny_job import ROOT, python
-from training.checkpoint import CheckpointConfig
+from training.checkpoint_config import CheckpointConfig
 from training.checkpoint_files import read_manifest, verify
 from training.tokenizer import ByteTokenizer, FileTokenizer
 

@@ -16,7 +16,8 @@ from ft import SoloManager
 from scripts import prepare_data, show_data
 from tests.scripts.tiny_job import CONFIG, FILES
 from tests.unit.data_corpus import write_jsonl
-from training.checkpoint import CheckpointConfig, Checkpointer
+from training.checkpoint import Checkpointer
+from training.checkpoint_config import CheckpointConfig
 from training.data.dataset import open_data
 from training.log import Log
 from training.states import ModelState

@@ -32,7 +32,8 @@ from tests.sim.baton import Baton, Condition, Disk, Outage, Process, Threading
 from tests.unit.fakes import Lines
 from training import background_writer, checkpoint, checkpoint_dcp, checkpoint_files, durable_files, sinks
 from training.background_writer import BackgroundWriter
-from training.checkpoint import ROWS_STATE, SAVE_RETRY_S, CheckpointConfig, Checkpointer, CheckpointFailed
+from training.checkpoint import ROWS_STATE, SAVE_RETRY_S, Checkpointer, CheckpointFailed
+from training.checkpoint_config import CheckpointConfig
 from training.metrics_writer import SYNC_S, MetricsWriter
 from training.progress import Progress
 from training.saver import GRACE_S, LAST_SAVE_RETRY_S, Saver

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from tests.unit.fakes import Lines
 from training import checkpoint_files
-from training.checkpoint import CheckpointConfig, Checkpointer
+from training.checkpoint import Checkpointer
+from training.checkpoint_config import CheckpointConfig
 from training.states import ModelState, OptimizerState
 from training.writer_lease import WriterLease
 

@@ -13,7 +13,8 @@ from torch import nn
 from ft.optim_state import init_optim_state
 from tests.unit.checkpoint_job import Job, data_file, same, steps_in
 from tests.unit.fakes import Lines
-from training.checkpoint import CheckpointConfig, Checkpointer
+from training.checkpoint import Checkpointer
+from training.checkpoint_config import CheckpointConfig
 from training.states import ModelState, OptimizerState
 
 

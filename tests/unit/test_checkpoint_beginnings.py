@@ -14,7 +14,8 @@ from torch import nn
 
 from configs.schema import JobConfig, RunConfig
 from tests.unit.checkpoint_job import Job, data_file, flip_a_bit, same
-from training.checkpoint import CheckpointConfig, CheckpointFailed
+from training.checkpoint import CheckpointFailed
+from training.checkpoint_config import CheckpointConfig
 from training.components import Components
 
 

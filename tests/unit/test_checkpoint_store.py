@@ -22,7 +22,8 @@ from tests.unit.checkpoint_job import Job, data_file, flip_a_bit, same, steps_in
 from tests.unit.storage import SlowStore
 from tests.unit.test_checkpoint_groups import Group
 from tests.unit.test_saver import End
-from training.checkpoint import CheckpointConfig, CheckpointFailed
+from training.checkpoint import CheckpointFailed
+from training.checkpoint_config import CheckpointConfig
 from training.checkpoint_files import MANIFEST, begin
 from training.components import check_same_settings
 from training.object_store import ObjectStore, fetch_suffix

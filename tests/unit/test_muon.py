@@ -18,7 +18,8 @@ from ft import SoloManager
 from ft.optim_state import init_optim_state
 from models import moe
 from tests.unit.fakes import Lines
-from training.checkpoint import CheckpointConfig, Checkpointer
+from training.checkpoint import Checkpointer
+from training.checkpoint_config import CheckpointConfig
 from training.checkpoint_files import EMA_STATE
 from training.config import TrainingConfig
 from training.ema import EMA

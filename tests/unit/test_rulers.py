@@ -9,8 +9,7 @@ from pathlib import Path
 from configs.schema import RunConfig
 from tools import size
 from tools.one_step import TracedCall, Tracer, digest_of, tree
-from training.checkpoint import manifest_or_problem
-from training.checkpoint_files import read_manifest
+from training.checkpoint_files import manifest_or_problem, read_manifest
 
 
 def test_calls_are_counted_with_their_depth_and_those_of_libraries_are_not():
@@ -26,7 +25,7 @@ def test_calls_are_counted_with_their_depth_and_those_of_libraries_are_not():
     assert calls[:2] == [(0, "tests/unit/test_rulers.py", "<lambda>")] * 2
     assert calls[2:] == [
         (0, "training/optimizer.py", "check"),
-        (0, "training/checkpoint.py", manifest_or_problem.__name__),
+        (0, "training/checkpoint_files.py", manifest_or_problem.__name__),
         (1, "training/checkpoint_files.py", read_manifest.__name__),
     ]
 
