@@ -33,7 +33,7 @@ from parallelisms.float8 import MULTIPLE as FLOAT8_MULTIPLE
 from parallelisms.float8 import check_float8
 from parallelisms.mesh import degrees
 from parallelisms.pipeline_plan import check_pipeline, placement, schedule_of, splits_backward, stage_modules
-from training.checkpoint import checkpoint_to_continue, step_and_ledger
+from training.checkpoint_load import checkpoint_to_continue, step_and_ledger
 from training.config import os_errors_of
 from training.data.dataset import StreamedData, open_data
 from training.data.order import Mixture, Order

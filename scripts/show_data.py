@@ -23,9 +23,9 @@ import numpy as np
 
 from configs.load import CONFIG_FILE, load
 from scripts.generate import checkpoint_of
-from training.checkpoint import step_and_ledger
 from training.checkpoint_dcp import read_values
 from training.checkpoint_files import Damaged, newest
+from training.checkpoint_load import step_and_ledger
 from training.data.dataset import StreamedData, open_data
 from training.data.order import NO_TOKEN, SegmentedOrder, StoreOrder
 from training.log import Log

@@ -27,8 +27,9 @@ from parallelisms.execution import choose_precision
 from parallelisms.mesh import build_mesh, degrees
 from parallelisms.parallelize import parallelize
 from training.background_writer import BackgroundWriter, Events
-from training.checkpoint import ROWS_STATE, Checkpointer, step_and_ledger
-from training.checkpoint_files import EMA_STATE, SPIKES_STATE, TOKENS_STATE, CheckpointFailed
+from training.checkpoint import Checkpointer
+from training.checkpoint_files import EMA_STATE, ROWS_STATE, SPIKES_STATE, TOKENS_STATE, CheckpointFailed
+from training.checkpoint_load import step_and_ledger
 from training.data.dataset import open_data
 from training.data.loader import SlotPartition
 from training.durable_files import RunLock

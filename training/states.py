@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from ft.optim_state import init_optim_state
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.stateful import Stateful  # its import takes a second
 
 
 class ModelState:
@@ -67,6 +70,11 @@ class OptimizerState:
                 # optimizer.state is a defaultdict: [] would create an entry
                 yield f"state.{names[parameter]}", self._optimizer.state.get(parameter, {})
                 yield f"param_groups.{names[parameter]}", group
+
+
+def live_states(states: Mapping[str, Stateful], names: Iterable[str]) -> dict[str, dict[str, Any]]:
+    """Returns the state_dict of each of `names`, without those that are empty."""
+    return {name: values for name in names if (values := states[name].state_dict())}
 
 
 def plain_name(name: str) -> str:

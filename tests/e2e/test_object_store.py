@@ -17,8 +17,8 @@ from tests.e2e.kill_while_putting import PART_BYTES
 from tests.s3_server import BUCKET, S3Server, use
 from tests.scripts.tiny_job import CONFIG, ENV, ROOT, WAIT_S, Started, finished, python, write_job
 from tests.unit.test_object_store import checkpoint
-from training.checkpoint import step_and_ledger
 from training.checkpoint_files import read_verified
+from training.checkpoint_load import step_and_ledger
 from training.object_store import ObjectStore
 
 pytestmark = pytest.mark.timeout(3 * WAIT_S)

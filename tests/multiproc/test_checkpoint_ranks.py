@@ -21,8 +21,9 @@ from tests.multiproc.pool import Pool
 from tests.unit.checkpoint_job import Ledger, Trains, flip_a_bit, steps_in
 from tests.unit.fakes import Lines
 from tests.unit.storage import SlowStore
-from training.checkpoint import ROWS_STATE, Checkpointer, CheckpointFailed
+from training.checkpoint import Checkpointer, CheckpointFailed
 from training.checkpoint_config import CheckpointConfig
+from training.checkpoint_files import ROWS_STATE
 from training.rank_collectives import RankCollectives
 from training.states import ModelState, OptimizerState
 

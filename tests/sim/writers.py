@@ -30,10 +30,19 @@ import train
 from ft.seam import DataAssignment, GroupReleased
 from tests.sim.baton import Baton, Condition, Disk, Outage, Process, Threading
 from tests.unit.fakes import Lines
-from training import background_writer, checkpoint, checkpoint_dcp, checkpoint_files, durable_files, sinks
+from training import (
+    background_writer,
+    checkpoint,
+    checkpoint_dcp,
+    checkpoint_fetch,
+    checkpoint_files,
+    durable_files,
+    sinks,
+)
 from training.background_writer import BackgroundWriter
-from training.checkpoint import ROWS_STATE, SAVE_RETRY_S, Checkpointer, CheckpointFailed
+from training.checkpoint import SAVE_RETRY_S, Checkpointer, CheckpointFailed
 from training.checkpoint_config import CheckpointConfig
+from training.checkpoint_files import ROWS_STATE
 from training.metrics_writer import SYNC_S, MetricsWriter
 from training.progress import Progress
 from training.saver import GRACE_S, LAST_SAVE_RETRY_S, Saver
@@ -486,7 +495,8 @@ class Job:
         with pytest.MonkeyPatch.context() as patch:
             fake = Threading(self.baton)
             patch.setattr(background_writer, "threading", fake)
-            patch.setattr(checkpoint, "ThreadPoolExecutor", fake.ThreadPoolExecutor)
+            for module in (checkpoint, checkpoint_fetch):
+                patch.setattr(module, "ThreadPoolExecutor", fake.ThreadPoolExecutor)
             patch.setattr(durable_files, "time", SimpleNamespace(monotonic=self.baton.time, sleep=self.baton.sleep))
             self.disk.install(patch)
             self.disk.looks = self.looks

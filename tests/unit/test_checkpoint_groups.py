@@ -13,7 +13,8 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 from tests.unit.checkpoint_job import Job, Ledger, same, steps_in
 from training import checkpoint_files
-from training.checkpoint import ROWS_STATE, CheckpointFailed
+from training.checkpoint import CheckpointFailed
+from training.checkpoint_files import ROWS_STATE
 from training.object_store import ObjectStore
 from training.writer_lease import LEASE_FILE, WriterLease, acquire
 
