@@ -55,6 +55,7 @@ from training.writer_lease import WriterLease
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.stateful import Stateful  # its import takes a second
 
+FORMER_CHANGED = "branch"  # key of "changed" in samples.jsonl of earlier versions; not the branch of a rewind
 TRACES = "comm_traces"  # the flight recorder's files, in the folder of the run or of its replica group
 
 
@@ -329,15 +330,15 @@ class Components:
         # a finished run may have saved only its weights
         self.exported_step = self.checkpointer.newest_step("model") if loads_newest else 0
         finished = self.exported_step >= config.training.steps
-        newest, named = self.checkpointer.newest_step(), config.checkpoint.load_step
+        newest, load_step = self.checkpointer.newest_step(), config.checkpoint.load_step
         # the first step made with this launch's settings; smaller after a rewind
-        self.first_own_step = (newest if named < 0 else named) + self.inner_steps
-        self.metrics_processor.resume_step = self.first_own_step
+        self.first_step_of_launch = (newest if load_step < 0 else load_step) + self.inner_steps
+        self.metrics_processor.resume_step = self.first_step_of_launch
         manager_restores = config.fault_tolerance.enable and not seed and newest < config.training.steps
         if not (finished or manager_restores):  # else another group sends the state, or the manager calls `restore`
             self.load()
-        if not newest and named < 0:  # after `load`, which copies and verifies the checkpoint
-            self.begin_record()
+        if not newest and load_step < 0:  # after `load`, which copies and verifies the checkpoint
+            self.note_inherited_position()
         if finished:
             self.checkpointer.upload(self.exported_step)
             if newest:
@@ -346,9 +347,9 @@ class Components:
         if self.world.global_rank == 0:
             self.announce_changes()
 
-    def begin_record(self) -> None:
-        """Prepares the first row of samples.jsonl, on rank 0, if this run continues the data of another run's checkpoint. Collective, as it
-        may copy the checkpoint."""
+    def note_inherited_position(self) -> None:
+        """Notes on rank 0, for the first row of samples.jsonl, the position of another run's checkpoint from which this run continues its
+        data, if there is one. Collective, as it may copy the checkpoint."""
         is_rank0, name = self.world.global_rank == 0, self.config.checkpoint.initial_load_path
         try:
             path = self.checkpointer.checkpoint_to_continue()
@@ -360,15 +361,14 @@ class Components:
                 self.log.warning("%s: its position cannot be read: %s", name, error)
             return
         holes = [[hole, hole + ledger["slot_size"]] for hole in ledger["holes"]]
-        self.metrics_processor.begin = {"position": ledger["position"], "holes": holes}
+        self.metrics_processor.inherited_position = {"position": ledger["position"], "holes": holes}
         self.metrics_processor.resume_step = step + self.inner_steps
 
     def removed_changes(self) -> dict[str, str]:
         """Returns the changes of settings recorded in rows that are removed, because their steps run again."""
         changes, path = dict[str, str](), self.config.run_folder / SAMPLES
         for row in reversed(last_rows(path, since=self.metrics_processor.resume_step, until=sys.maxsize)):
-            # "branch": the name of "changed" in rows of earlier versions; not the branch of a rewind
-            changes = merge_changes(changes, row.get("changed", row.get("branch", {})))
+            changes = merge_changes(changes, row.get("changed", row.get(FORMER_CHANGED, {})))
         return changes
 
     def request_config(self) -> None:
@@ -412,7 +412,7 @@ class Components:
     def resume_data(self, position: int = 0) -> None:
         """Continues the data of the loaded checkpoint, from `position` on if that is later. Raises ValueError."""
         # the loaded step: an older one if the newest is damaged, or that of load_step
-        self.metrics_processor.resume_step = self.first_own_step = self.manager.step + self.inner_steps
+        self.metrics_processor.resume_step = self.first_step_of_launch = self.manager.step + self.inner_steps
         ledger, left = self.manager.loaded_ledger, self.config.training.steps - self.manager.step
         # several groups, and a run that has left data out, reach the end of the budgets at a step that nothing tells beforehand: see
         # Run.check_budgets
@@ -428,12 +428,13 @@ class Components:
         """Loads the newest checkpoint before `step`, a spike; without one the run begins anew. Rows of the steps in between are removed
         when the next step is written; changes of settings recorded in them are carried over to it. `rewind_steps`: see Checkpointer.rewind.
         `position`: that of the data at `step`."""
-        metrics, begun, first = self.metrics_processor, self.metrics_processor.begin, self.first_own_step
+        metrics, first = self.metrics_processor, self.first_step_of_launch
         self.checkpointer.rewind(step, rewind_steps, self.reset)
         self.resume_data(position)
-        is_before = self.first_own_step <= first  # the first step with this launch's settings is made again
-        self.first_own_step = min(self.first_own_step, first)
-        metrics.begin = begun if is_before else {}
+        is_before = self.first_step_of_launch <= first  # the first step with this launch's settings is made again
+        self.first_step_of_launch = min(self.first_step_of_launch, first)
+        if not is_before:
+            metrics.inherited_position = {}
         if self.world.global_rank == 0:
             self.background_writer.flush(SYNC_S)  # the rows of the steps before it may be on their way
             changes = self.removed_changes()

@@ -89,8 +89,8 @@ class MetricsProcessor:
         self._group_scalars: Mapping[str, float] = {}
         self._changes: dict[str, str] = {}  # changed settings, key -> "old -> new", until the next committed step
         self.resume_step = 0  # the step after the checkpoint from which the job resumes
-        # position and holes in another run's data, from which this run continues: goes into the row of `resume_step`
-        self.begin: dict[str, Any] = {}
+        # position and holes of another run's checkpoint, from which this run continues: "begin" in the row of `resume_step`
+        self.inherited_position: dict[str, Any] = {}
         self._save_config: Callable[[], None] = lambda: None
         self._group_s = dict.fromkeys(GROUP_PHASES, 0.0)  # at the last logging step
 
@@ -253,7 +253,7 @@ class MetricsProcessor:
         owners, holes = {str(slot): owner for slot, owner in slots}, list(commit.holes)
         row: dict[str, object] = {"slot_size": slot_size, "slots": owners, "holes": holes}
         more: dict[str, object] = {"steps": inner_steps} if inner_steps > 1 else {}
-        more |= {"begin": self.begin} if self.begin and step == self.resume_step else {}
+        more |= {"begin": self.inherited_position} if self.inherited_position and step == self.resume_step else {}
         more |= {"skipped": [list(span) for span in skipped]} if skipped else {}
         self._write("samples", step, {**row, **more, **notes})
 
