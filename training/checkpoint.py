@@ -75,11 +75,12 @@ class Checkpointer:
         fetcher: str = "",
         on_bytes: Callable[[], None] = lambda: None,
     ) -> None:
-        """`computed`: names of tensors that follow from the configuration; one of another size is not loaded. `lease`: for replica groups
-        that share the folder; only its holder saves and removes leftovers. `in_thread`: runs work in the background. `on_stage`: called
-        before a save makes its folder ("begin", rank 0), writes ("write"), renames ("publish", rank 0). `report`: reports that an object
-        store fails or recovers; None: `log` does. `extra_files`: patterns of further files of the run's folder that an object store gets.
-        `fetcher`: see ObjectStore.fetch. `on_bytes`: called on all ranks while rank 0 copies out of an object store, if bytes arrive."""
+        """`computed`: names of buffers that are computed from the configuration, such as the rotary table; one of another size is not
+        loaded. `lease`: for replica groups that share the folder; only its holder saves and removes leftovers. `in_thread`: runs work in
+        the background. `on_stage`: for tests of kills: called before a save makes its folder ("begin", rank 0), writes ("write"), renames
+        ("publish", rank 0). `report`: reports that an object store fails or recovers; None: `log` does. `extra_files`: patterns of further
+        files of the run's folder that an object store gets. `fetcher`: see ObjectStore.fetch. `on_bytes`: called on all ranks while rank 0
+        copies out of an object store, if bytes arrive."""
         self.folder = run_folder / config.local_folder
         self.location = config.location(run_folder)
         self.saving: Future[None] | None = None  # a save in the background, until `wait`

@@ -49,7 +49,7 @@ States = dict[str, dict[str, Any]]
 # may be missing in the run or in the checkpoint
 _OPTIONAL = ("optimizer.param_groups.", f"{ROWS_STATE}.", f"{SPIKES_STATE}.", f"{EMA_STATE}.")
 _HASHED_IN_THREAD_BYTES = 1 << 20  # longer writes are hashed in a second thread while the kernel copies them
-# A rank loads every chunk that overlaps its shard as a whole: with one chunk of gigabytes, each of a thousand ranks would read all of it.
+# A rank reads all of a chunk that overlaps its shard: with one chunk of gigabytes, each of a thousand ranks would read all of it.
 CHUNK_BYTES = 64 << 20
 
 
@@ -81,9 +81,9 @@ def write(
             writer.fs = file_system = _DigestingFileSystem(digester)
             save(dict(states), storage_writer=writer, planner=planner, process_group=group, no_dist=group is None)
     except CheckpointException as failure:
-        # torch.save turns a failed write into a RuntimeError about its own file position
-        own, _ = failure.failures.get(dist.get_rank(group) if group is not None else 0, (None, None))
-        cause = file_system.failure or (own if isinstance(own, OSError) else None)
+        # torch.save turns a failed write into a RuntimeError about a file position
+        here, _ = failure.failures.get(dist.get_rank(group) if group is not None else 0, (None, None))
+        cause = file_system.failure or (here if isinstance(here, OSError) else None)
         raise cause or OtherRankFailed(_first_failure(failure)) from None
     finally:
         torch.serialization.set_crc32_options(crc32)
@@ -172,7 +172,7 @@ class _DigestingFileSystem(FileSystem):
                 yield stream
                 self.records[name] = stream.digest.record(name)
         except OSError as error:
-            # The error of write() has no file name, and torch.save replaces it with its own error.
+            # The error of write() has no file name, and torch.save replaces it with another error.
             self.failure = self.failure or OSError(error.errno, error.strerror, str(path))
             raise
 
@@ -268,7 +268,7 @@ class StreamingPlanner(DefaultSavePlanner):
         chunk = self._tensor
         if write_item.type == WriteItemType.SHARD:
             first, rows = data.chunk.offsets[0], data.chunk.sizes[0]
-            chunk = chunk[first : first + rows].clone()  # torch.save of a view would write the whole tensor
+            chunk = chunk[first : first + rows].clone()  # torch.save of a view would write the complete tensor
         self._written(chunk.nbytes)
         return chunk
 

@@ -9,7 +9,7 @@ those that read.
         manifest.json                    the length and the digests of each of these files
     <run>/checkpoint/step-50.partial/    being written or removed, or left over from a killed process
     <run>/checkpoint/step-50.replaced/   the earlier step-50, between two renames
-    <run>/checkpoint/step-50.partial-fetch-0/    being copied out of an object store; the next launch goes on with one that is left over
+    <run>/checkpoint/step-50.partial-fetch-0/    being copied out of an object store; the next launch continues a leftover one
     <run>/checkpoint/step-60.abandoned/  newer than checkpoint.load_step, from which the run began again; no launch uses or removes it
 
 With several replica groups the quorum of the writer is appended (step-50.partial-EPOCH-ID, writer_lease.py), so that a suspended group that
@@ -94,7 +94,7 @@ class Manifest:
     config_digest: str  # always empty; kept for format 1
     files: tuple[FileRecord, ...]
     outside_quorum: bool = False  # in the file as "settled", which is its negation
-    # number of times that the run had gone back to a checkpoint (training.on_spike = "rewind"); absent if 0
+    # how often the run had gone back to a checkpoint (training.on_spike = "rewind"); absent in the file if 0
     branch: int = 0
 
     @property
@@ -115,7 +115,7 @@ class Manifest:
 
     @staticmethod
     def from_json(text: str | bytes) -> Manifest:
-        """Raises Damaged for text that `to_json` did not write or that was changed since."""
+        """Returns the manifest. Raises Damaged for text that `to_json` did not write or that was changed since."""
         try:
             body = json.loads(text)
             if body["format"] != FORMAT:

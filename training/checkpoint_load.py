@@ -204,6 +204,7 @@ class CheckpointLoader:
         return None
 
     def _load_seed(self, found: Manifest | str) -> None:
+        """Restores the weights of step 0. Raises CheckpointFailed."""
         path = checkpoint_files.step_folder(self._folder, 0)
         if problem := self._restore(path, found, ("model",)):
             raise CheckpointFailed(f"checkpoint: the seed {path} is damaged: {problem}")
@@ -231,6 +232,7 @@ class CheckpointLoader:
         seed = surveyed.pop(0) if isinstance(found := surveyed.get(0), Manifest) and found.kind == "model" else None
 
         def leads_to_step(at: int, found: Manifest | str) -> bool:
+            """Returns True if `at` is before `step`, and no rewind since that checkpoint went back beyond it."""
             if at >= step or isinstance(found, str):  # a damaged manifest does not say its branch
                 return at < step
             return found.branch <= len(rewind_steps) and at <= min(rewind_steps[found.branch :], default=at)
@@ -337,7 +339,7 @@ class CheckpointLoader:
         for name, values in fit.states.items():
             self._states[name].load_state_dict(values)
         lacking = {EMA_STATE, SPIKES_STATE}.intersection(names) - fit.states.keys()
-        for name in lacking:  # what they hold is of steps that are given up
+        for name in lacking:  # what they hold is of steps that are undone
             cast(Any, self._states[name]).reset()
         size = "" if found is None else f"{found.size_bytes / 1e6:.1f} MB "
         seconds = time.perf_counter() - began

@@ -20,18 +20,18 @@ POLL_S = 0.5
 LAST_SAVE_RETRY_S = 10.0  # from a failed save of the last step to its retry
 LOG_WAIT_S = 3.0  # a longer wait for another group's save is logged
 GRACE_S = 20.0  # how long a group waits for another group's save after a stop request
-# Failures of a save. Checkpointer reports what storage refuses as CheckpointFailed; OSError: what it does not foresee is retried, too.
+# Failures that are retried. Checkpointer raises CheckpointFailed; OSError covers storage calls outside of it.
 _FAILURES = (CheckpointFailed, OSError)
 
 # The next action for the checkpoint of the last step:
 # finish: it exists, from any group; or nothing is to be saved
 # save: this group is the writer, and saves it
 # upload: the step is saved; wait until it is in the object store, and retry failures
-# leave: the same after a stop request, without a retry
+# leave: as upload, after a stop request: the first failure ends it
 # regroup: form a quorum, which names a new writer
 # wait: for the time of the next attempt, or for another group's save
 # stop: end after a stop request, though the step is not known to be saved
-Action = Literal["finish", "save", "upload", "leave", "regroup", "wait", "stop"]
+LastSaveAction = Literal["finish", "save", "upload", "leave", "regroup", "wait", "stop"]
 
 
 @dataclass(eq=False)
@@ -150,7 +150,7 @@ class Saver:
             with self.progress.phase("checkpoint"):  # one per iteration, since the watchdog limits its length
                 uploaded = self.checkpointer.wait_uploaded()
 
-    def _next_action(self, step: int, stop_requested: bool) -> Action:
+    def _next_action(self, step: int, stop_requested: bool) -> LastSaveAction:
         """Returns the next action of all ranks; called on rank 0. `stop_requested`: on any of them."""
         manager, now_s = self.manager, self.clock()
         if self.checkpointer.last_save_exists(step) or manager.finished:

@@ -27,8 +27,8 @@ class ModelState:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Loads the names that are in `state`; others keep their values."""
         for part in self._parts:
-            own = {name: state[plain] for name in part.state_dict() if (plain := plain_name(name)) in state}
-            part.load_state_dict(own, strict=False)
+            values = {name: state[plain] for name in part.state_dict() if (plain := plain_name(name)) in state}
+            part.load_state_dict(values, strict=False)
 
 
 class OptimizerState:

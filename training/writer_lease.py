@@ -1,7 +1,7 @@
 """Lease of the replica group that writes the shared files: metrics (metrics_writer.py) and checkpoints (checkpoint.py).
 
-A quorum names the writer. A suspended group that continues may still believe that it is the writer. Therefore a group records its quorum in
-the run's folder before it writes, and does not write if it finds a newer quorum there."""
+A quorum names the writer. A process that was stopped (SIGSTOP) and continues still believes to be the writer. Therefore a group records its
+quorum in the run's folder before it writes, and does not write if it finds a newer quorum there."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class WriterLease:
 
     @property
     def has_role(self) -> bool:
-        """True if this group is the writer, as far as it knows."""
+        """Returns True if this group is the writer, as far as it knows."""
         return self._quorum() is not None
 
     def acquire(self) -> bool:
@@ -74,7 +74,8 @@ class WriterLease:
         return is_superseded(self._folder, self._acquired)
 
     def may_remove(self, suffix: str) -> bool:
-        """Returns True unless leftovers with this suffix are those of a newer writer, or of a group's copy, which goes on with them."""
+        """Returns True unless leftovers with this suffix are those of a newer writer, or of a group's copy out of an object store, which
+        its next launch continues."""
         if suffix.startswith(FETCH):
             return False
         epoch, _, number = suffix.removeprefix("-").rpartition("-")
