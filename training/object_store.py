@@ -7,8 +7,9 @@ Flow: checkpoint.py fetches the newest checkpoint when it loads, and offers each
     <checkpoint.folder>/<job.name>/files/metrics.jsonl/000000000004096.5d4... a segment: what the file has from there on
 
 A store has no rename. A file's name has its digest, so that a repeated upload sends only what is missing, and a checkpoint that replaces
-one of the same step leaves the files of the old one alone until its own manifest is there. Removal takes the manifest first. A segment that
-replaces others has a generation at the end of its name (.1, .2, ...), so that it counts, and they do not, as soon as it is there."""
+one of the same step leaves the files of the old one alone until the new manifest exists. Removal takes the manifest first. A segment that
+replaces older ones has a higher generation number as its suffix (.1, .2, ...); readers use the newest generation, so the replacement takes
+effect with that one object."""
 
 from __future__ import annotations
 
@@ -48,6 +49,7 @@ _OBJECT = re.compile(r"step-(\d+)/([^/]+)")
 
 
 def is_url(folder: str) -> bool:
+    """Returns True for the URL of an object store, False for a folder."""
     return _URL.match(folder) is not None
 
 
@@ -69,7 +71,7 @@ def check_url(key: str, url: str) -> None:
 
 class ObjectStore:
     """The checkpoints below `url`. Methods raise OSError, and Damaged where they read a manifest. Credentials and endpoint are those of
-    the driver's own environment variables."""
+    the driver's environment variables."""
 
     def __init__(self, url: str) -> None:
         self.url = url
@@ -113,6 +115,7 @@ class ObjectStore:
         return any(found.recency > own_recency for found in self.manifests().values() if found and found.kind == "full")
 
     def manifest(self, step: int) -> Manifest:
+        """Returns the manifest of a step. Raises Damaged if there is none."""
         try:
             return Manifest.from_json(self._call("cat_file", f"step-{step}/{MANIFEST}"))
         except FileNotFoundError:
@@ -122,7 +125,7 @@ class ObjectStore:
         self, path: Path, *, replaces: Callable[[Manifest | None], bool] = lambda found: False, again: bool = False
     ) -> Manifest:
         """Copies the checkpoint in the folder `path` into the store; its manifest last, and only if the step has none, or an equal one, or
-        one that `replaces` accepts (None: damaged). `again`: files that are there are sent again, as they may be damaged."""
+        one that `replaces` accepts (None: damaged). `again`: files that the store has are sent again, as they may be damaged."""
         manifest = checkpoint_files.read_manifest(path)
         folder, present = f"step-{manifest.step}/", {} if again else self.objects().get(manifest.step, {})
         for file in manifest.files:
@@ -136,7 +139,7 @@ class ObjectStore:
         text = manifest.to_json().encode()
         try:
             self._call("pipe_file", folder + MANIFEST, text, mode="create")
-        except OSError as error:  # FileExistsError, but not every store with S3's interface tells why it refuses
+        except OSError as error:  # FileExistsError, but not every store with S3's interface says why it refuses
             if MANIFEST not in self.objects().get(manifest.step, {}):
                 raise error from None
             found: Manifest | None = None
@@ -164,12 +167,12 @@ class ObjectStore:
         bytes of each segment; what it raises ends the fetch. Raises Damaged."""
         manifest, target = self.manifest(step), checkpoint_files.step_folder(folder, step)
 
-        def is_there() -> bool:
+        def is_present() -> bool:
             with suppress(Damaged):
                 return not again and checkpoint_files.read_manifest(target) == manifest
             return False
 
-        if is_there():
+        if is_present():
             return target
         present, suffix = self.objects().get(step, {}), fetch_suffix(fetcher)
         is_begun = checkpoint_files.step_folder(folder, step, f".partial{suffix}").exists()
@@ -207,7 +210,7 @@ class ObjectStore:
                     fetch_segment, checkpoint_files.segments(manifest)
                 ):  # an exception here cancels the rest
                     on_bytes(count)
-            if is_there():  # another group that shares the folder was faster, and reads it now
+            if is_present():  # another group that shares the folder was faster, and reads it now
                 checkpoint_files.remove_partial(folder, step, suffix)
                 return target
             return checkpoint_files.publish(folder, manifest, suffix, is_copy=True)
@@ -217,7 +220,7 @@ class ObjectStore:
 
     def set_aside(self, step: int, manifest: Manifest) -> None:
         """Moves a checkpoint to abandoned/step-N, where no launch finds it, unless another one is in its place. A store has no rename, so
-        its objects are copied, and `remove_leftovers` removes those that no manifest names any more."""
+        its objects are copied, and `remove_leftovers` removes those that no manifest refers to any more."""
         try:
             if self.manifest(step) != manifest:
                 return
@@ -244,14 +247,14 @@ class ObjectStore:
 
     def put_files(self, folder: Path, patterns: Iterable[str]) -> None:
         """Puts what the store lacks of files that grow, and are cut when a run resumes. A store has no append, so each file is a sequence
-        of segments: a new one has what follows the last one that is as in the file, and those that differ are removed after it is there,
-        so that a kill leaves the old file or the new one."""
+        of segments: a new one has what follows the last one that is as in the file, and those that differ are removed after it has been
+        put, so that a kill leaves the old file or the new one."""
         names = {
             str(path.relative_to(folder)) for pattern in patterns for path in folder.glob(pattern) if path.is_file()
         }
         stored = self.file_segments() if names else {}
         for name in sorted(names):
-            segments = _whole(stored.get(name, []))
+            segments = _current_segments(stored.get(name, []))
             with (folder / name).open("rb") as file:
                 while segments:
                     first, size, key = segments[-1]
@@ -272,7 +275,7 @@ class ObjectStore:
         """Replaces files in `folder` by those that were put (`names`; none: all)."""
         for name, segments in self.file_segments().items():
             if not names or name in names:
-                content = b"".join(self._call("cat_file", key) for _, _, key in _whole(segments))
+                content = b"".join(self._call("cat_file", key) for _, _, key in _current_segments(segments))
                 (folder / name).parent.mkdir(parents=True, exist_ok=True)
                 replace_file(folder / name, content)
 
@@ -299,7 +302,8 @@ class ObjectStore:
             return [(int(match[1]), bucket, key, upload) for match, key, upload in found if match]
 
     def remove_leftovers(self, until: float = math.inf) -> None:
-        """Ends unfinished uploads, and removes the files that no manifest names, of steps up to `until`: no process may upload these."""
+        """Ends unfinished uploads, and removes the files that no manifest refers to, of steps up to `until`: no process may upload
+        these."""
         for step, *upload in self.unfinished():
             if step <= until:
                 with _os_errors(self.url):
@@ -307,13 +311,13 @@ class ObjectStore:
         for step, objects in self.objects().items():
             if step > until:
                 continue
-            named = {MANIFEST}
+            referenced = {MANIFEST}
             if MANIFEST in objects:
                 try:
-                    named.update(object_name(file) for file in self.manifest(step).files)
+                    referenced.update(object_name(file) for file in self.manifest(step).files)
                 except Damaged:
                     continue
-            for name in objects.keys() - named:
+            for name in objects.keys() - referenced:
                 self._call("rm_file", f"step-{step}/{name}")
 
     def _call(self, method: str, name: str, *arguments: Any, source: str = "", **options: Any) -> Any:
@@ -344,7 +348,7 @@ class Uploader:
     ) -> None:
         self.store = store
         self.done = set[int]()  # steps that this launch has put
-        self.replaceable = set[int]()  # steps of this run's own that it may put again
+        self.replaceable = set[int]()  # steps of this run in the store, which this launch may put again
         self.abandoned = dict[int, Manifest]()  # checkpoints in the store that are set aside before the next one is put
         self._folder = folder
         self._keep = keep
@@ -392,7 +396,7 @@ class Uploader:
 
     def wait(self, timeout_s: float) -> bool:
         """Returns True once the store has the newest step that was offered, False after `timeout_s`; reports a long wait. Raises
-        CheckpointFailed if a try has failed since `retry`; the thread goes on trying."""
+        CheckpointFailed if a try has failed since `retry`; the thread continues to try."""
         with self._changed:
             if self._changed.wait_for(lambda: self._pending is None or self._refused, timeout_s):
                 if self._pending is not None:
@@ -532,12 +536,13 @@ def _segment_name(name: str, first: int, content: bytes, generation: int) -> str
 
 
 def _generation(key: str) -> int:
+    """Returns the generation at the end of a segment's name."""
     return int((*key.rpartition("/")[2].split("."), "0")[2])
 
 
-def _whole(segments: Iterable[tuple[int, int, str]]) -> list[tuple[int, int, str]]:
-    """Returns the segments that make up a file: of those from one byte on, that of the newest generation, which none of an older one
-    follows."""
+def _current_segments(segments: Iterable[tuple[int, int, str]]) -> list[tuple[int, int, str]]:
+    """Returns the segments that make up the newest version of a file. At each offset the newest generation counts; segments of an older
+    generation after it are ignored."""
     found, end, newest = list[tuple[int, int, str]](), 0, 0
     for first, size, key in sorted(segments, key=lambda each: (each[0], -_generation(each[2]))):
         if first == end and (generation := _generation(key)) >= newest:
@@ -573,7 +578,7 @@ def local_run(run: str, step: int) -> Iterator[Path]:
 
 @contextmanager
 def _os_errors(url: str) -> Iterator[None]:
-    """Turns what a driver raises into OSError: botocore and aiohttp have errors of their own for a lost connection."""
+    """Turns what a driver raises into OSError: botocore and aiohttp raise other classes for a lost connection."""
     try:
         yield
     except (OSError, Damaged):
