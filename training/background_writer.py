@@ -1,7 +1,7 @@
-"""A thread that writes metrics and events, so that full, read-only or slow storage delays no step; and the events of a replica group.
+"""A thread that writes metrics and events, so that full, read-only or slow storage delays no step. Events: a replica group's record.
 
-Each task (metrics, events, config.toml) writes from memory to files; it fails as a whole, and is retried until it succeeds. Failure and
-recovery are reported once each."""
+Each task (metrics, events, config.toml) writes from memory to files; if any of its writes fails, the task is retried until it succeeds.
+Failure and recovery are reported once each."""
 
 from __future__ import annotations
 
@@ -69,15 +69,15 @@ class BackgroundWriter:
             self._report(f"storage has not accepted a write for {waited}; new rows are kept in memory")
 
     @property
-    def in_trouble(self) -> bool:
-        """True if the last attempt of any task failed."""
+    def has_failed_task(self) -> bool:
+        """Returns True if the last attempt of any task failed."""
         return any(task.failed_at is not None for task in self._tasks)
 
     def flush(self, timeout_s: float) -> bool:
         """Returns True once all rows queued so far are written; False after `timeout_s`, or if storage fails."""
         with self._changed:
             requested = self._requested
-            self._changed.wait_for(lambda: self._done >= requested or self.in_trouble, timeout_s)
+            self._changed.wait_for(lambda: self._done >= requested or self.has_failed_task, timeout_s)
             return self._done >= requested
 
     def close(self, timeout_s: float = CLOSE_S) -> None:
@@ -98,12 +98,12 @@ class BackgroundWriter:
         """Runs every task once; returns True if none failed."""
         for task in self._tasks:
             self._do(task)
-        return not self.in_trouble
+        return not self.has_failed_task
 
     def _run(self) -> None:
         while True:
             with self._changed:
-                if self.in_trouble:
+                if self.has_failed_task:
                     self._changed.wait_for(lambda: self._closed, self._retry_s)
                 else:
                     self._changed.wait_for(lambda: self._closed or self._requested > self._done)
@@ -125,10 +125,12 @@ class BackgroundWriter:
                 cause = reason(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
                 self._report(f"{task.name} cannot be written: {cause}; kept in memory and retried")
         else:
-            gone, task.reported_lost = task.lost() - task.reported_lost, task.lost()
-            if task.failed_at is not None or gone:
+            dropped, task.reported_lost = task.lost() - task.reported_lost, task.lost()
+            if task.failed_at is not None or dropped:
                 after = "" if task.failed_at is None else f", after {duration(self._clock() - task.failed_at)}"
-                rest = f"{gone} rows are lost, since there was no room to keep them" if gone else "nothing is lost"
+                rest = (
+                    f"{dropped} rows are lost, since there was no room to keep them" if dropped else "nothing is lost"
+                )
                 task.failed_at = None
                 self._report(f"{task.name} can be written again{after}; {rest}")
         self._busy_since = None
@@ -185,7 +187,7 @@ class Events:
         return ", ".join(f"{label} {self.count_by_event[event]}" for event, label in labels.items())
 
     def _write(self) -> None:
-        """Writes the lines, in the background writer's thread. Other ranks append whole lines to the same file, under its lock."""
+        """Writes the lines, in the background writer's thread. Other ranks append complete lines to the same file, under its lock."""
         with self._lock:
             lines, lost = [line for _, line in self._lines], self.lost
         if not lines:

@@ -1,18 +1,19 @@
-"""Writes the rows of metrics.jsonl, samples.jsonl and the charts. With several replica groups, one writes and the others keep the rows.
+"""Writes the rows of metrics.jsonl, samples.jsonl and the charts. With replica groups the group that the quorum names writes; the others
+keep their rows in memory until they see them in the files.
 
 The training thread appends rows; the background writer's thread (background_writer.py) writes them, so full, read-only or slow storage does
-not delay a step, and a torn line is removed and written again. Rows are kept until they are in the files, up to KEPT_BYTES and KEPT_S. If
-a process is killed, other groups still have its newest rows; a run of one group repeats the steps since its newest checkpoint, before which
+not delay a step, and a torn line is removed and written again. Rows are kept until they are in the files, up to KEPT_BYTES and KEPT_S. If a
+process is killed, other groups still have its newest rows; a run of one group repeats the steps since its newest checkpoint, before which
 it has written all rows (`sync`), unless storage of the run's folder failed then, or did not answer for SYNC_S.
 
-All groups have the same losses and token counts, since reductions give all of them the same results; times and memory are the writer's,
-and with a semi_sync_method the gradient norm. A new writer first writes the rows that the previous
-one did not write, and removes rows of steps that were not committed: each step is in metrics.jsonl and samples.jsonl exactly once. A
-suspended group that continues believes that it is still the writer; the lease (writer_lease.py) tells it that a newer quorum has a writer.
+All groups have the same losses and token counts, since reductions give all of them the same results; times and memory are the writer's, and
+with a semi_sync_method the gradient norm. A new writer first writes the rows that the previous one did not write, and removes rows of steps
+that were not committed: each step is in metrics.jsonl and samples.jsonl exactly once. A process that was stopped (SIGSTOP) and continues
+still believes to be the writer, until it reads a newer quorum in the lease (writer_lease.py).
 
-The newest rows (ROWS_KEPT) are sent to healing groups and stored in each checkpoint. A checkpoint may be of a step that only its writer has
-committed. If that group dies, the others repeat the step and the files get their row of it; if all groups then die, the job resumes from
-the checkpoint, and the next writer restores the rows that belong to it."""
+The newest rows (ROWS_KEPT) are sent to healing groups and stored in each checkpoint, since a checkpoint may be of a step that only its
+writer has committed. If that group dies, the others repeat the step, and the files get their row of it. If all groups die after that, the
+job resumes from the checkpoint, and the next writer puts the checkpoint's rows in the place of those."""
 
 from __future__ import annotations
 
@@ -45,7 +46,7 @@ class Row(NamedTuple):
 
     @property
     def is_validation(self) -> bool:
-        """True for the row of a validation."""
+        """Returns True for the row of a validation."""
         return any(name.startswith("validation") for name in self.scalars)
 
 
@@ -85,12 +86,14 @@ class MetricsWriter:
         self._rows_kept = rows_kept
         self._max_kept_bytes = kept_bytes
         self._lock = threading.Lock()  # for state shared by both threads; never held during file operations
-        self.kept: deque[_KeptRow] = deque()  # rows in memory
+        self.kept: deque[_KeptRow] = (
+            deque()
+        )  # rows in memory, also those that another group has to write, which may die
         self._kept_bytes = self._last_number = 0
         self._first_pending = 1  # number of the first row that this group has to write and has not written
         self._quorum: Quorum | None = None  # in which this group writes, as of the newest row; None: another one does
         self._reopen = self._sync_requested = self._close_requested = False
-        self._written_until = 0  # up to this step all rows are in the files, from any group
+        self._written_until = 0  # up to this step all rows are in the files, from any group: they may be dropped
         self.lost = 0  # rows of this group that were dropped unwritten, for lack of room
         self.sinks: Sinks | None = None  # the open files; used only in the background writer's thread
         background_writer.register("metrics", self._write_pending, lambda: self.lost)

@@ -41,13 +41,13 @@ class JsonlSink(AppendedFile):
         self.append(json.dumps({"step": step, **scalars, **nulls}, allow_nan=False).encode() + b"\n")
 
     def truncate_after(self, step: int, *, is_locked: bool) -> None:
-        """Removes the lines after `step`, and an incomplete line at the end. A former writer that does not know of its successor checks its
-        lease while it holds the lock, so with `is_locked` it notices. Otherwise (it was stopped in a write, its storage hangs, or the
-        file system has no locks) the file is replaced by a copy, and a late write of the former writer goes to the old, unlinked file."""
+        """Removes the lines after `step`, and an incomplete line at the end. A previous writer that does not know of its successor checks
+        its lease while it holds the lock, so with `is_locked` it notices. Otherwise (it was stopped in a write, its storage hangs, or the
+        file system has no locks) the file is replaced by a copy, and a late write of the previous writer goes to the old, unlinked file."""
         self.read_size()
         kept = (start + len(line) for start, line, found in _steps_from_end(self) if found <= step)
         end = next(kept, None) if step >= 0 else None
-        is_whole = end is None or end < self.size_bytes
+        is_complete = end is None or end < self.size_bytes
         size_bytes = 0 if end is None else min(end + 1, self.size_bytes)
         if is_locked:
             self.truncate(size_bytes)
@@ -55,7 +55,7 @@ class JsonlSink(AppendedFile):
             self.close()
             replace_by_copy(self.path, size_bytes)
             self.open()
-        if not is_whole:
+        if not is_complete:
             self.append(b"\n")
 
 
@@ -136,7 +136,7 @@ class TensorBoardSink:
         for path in sorted(folder.glob(f"{EVENTS}*")):
             # TensorBoard reads files in the order of their names; a different host's clock, or a launch in the same second, may be ahead.
             if not (number := re.match(r"\d+", path.name.removeprefix(EVENTS))):
-                continue  # no launch's file: a copy that somebody named
+                continue  # written by no launch: a copy under another name
             at_s = max(at_s, 1 + int(number[0]))
             if kept_step is None:
                 path.unlink()
@@ -218,7 +218,7 @@ def last_rows(path: Path, *, since: int, until: int) -> list[dict[str, Any]]:
 
 
 def _steps_from_end(file: AppendedFile) -> Iterator[tuple[int, bytes, float]]:
-    """Yields offset, text and step of each valid line, last first, except those that a former writer appended after a later step."""
+    """Yields offset, text and step of each valid line, last first, except lines that a previous writer appended late, out of order."""
 
     def parsed() -> Iterator[tuple[int, bytes, float]]:
         for start, line in lines_from_end(file):
