@@ -62,7 +62,7 @@ TRACES = "comm_traces"  # the flight recorder's files, in the folder of the run 
 class Components:
     """Builds the components of one rank, in the order in which they depend on each other; train.Run is the loop over them."""
 
-    # the model's and the optimizer's entries among the healed states; `build_checkpointer` registers the others
+    # healed states of the model and the optimizer, of which SemiSyncRun has none; `build_checkpointer` adds the others
     HEALED_STATES: tuple[str, ...] = ("model", "optimizer")
 
     def __init__(
@@ -118,6 +118,7 @@ class Components:
                 self.metrics_processor.writer = cleanup.enter_context(closing(writer))
 
     def build_data(self) -> None:
+        """Opens tokenizer and data, and builds the loaders of this rank's part of each slot."""
         config, training, world = self.config, self.config.training, self.world
         self.tokenizer = build_tokenizer(config.model.tokenizer_path)
         self.vocab_size = config.model.vocab_size or self.tokenizer.vocab_size
@@ -268,7 +269,7 @@ class Components:
         )
 
         def open_sinks(kept_step: LastKeptStep) -> Sinks:
-            # before rows are removed: no later launch may resume from a checkpoint whose rows are gone
+            # before rows are removed: no later launch may resume from a checkpoint whose rows are removed
             self.checkpointer.set_abandoned_aside()
             return Sinks(
                 folder,
@@ -324,7 +325,8 @@ class Components:
         )
 
     def resume(self) -> None:
-        """Loads the state from which this launch continues, unless the manager or another group brings it, and begins its record."""
+        """Loads the state from which this launch continues, unless the manager or another group brings it, and prepares the first row of
+        samples.jsonl and the changed settings."""
         config, seed = self.config, self.config.checkpoint.create_seed_checkpoint
         loads_newest = config.checkpoint.enable and config.checkpoint.load_step < 0 and not seed
         # a finished run may have saved only its weights
@@ -411,11 +413,10 @@ class Components:
 
     def resume_data(self, position: int = 0) -> None:
         """Continues the data of the loaded checkpoint, from `position` on if that is later. Raises ValueError."""
-        # the loaded step: an older one if the newest is damaged, or that of load_step
+        # set again, since the newest checkpoint, which `resume` has expected, may be damaged, and an older one loaded
         self.metrics_processor.resume_step = self.first_step_of_launch = self.manager.step + self.inner_steps
         ledger, left = self.manager.loaded_ledger, self.config.training.steps - self.manager.step
-        # several groups, and a run that has left data out, reach the end of the budgets at a step that nothing tells beforehand: see
-        # Run.check_budgets
+        # with several groups, or skipped data, the step at which the budgets end is not known yet: Run.check_budgets stops the run
         early = self.config.fault_tolerance.enable or position or self.manager.rewinds or self.config.training.skip
         steps = min(left, STEPS_TO_STOP * self.inner_steps) if early else left
         begin = ledger.get("position", 0)
@@ -425,8 +426,8 @@ class Components:
             self.log.warning("%s", text)
 
     def load_earlier(self, step: int, rewind_steps: Sequence[int], position: int) -> None:
-        """Loads the newest checkpoint before `step`, a spike; without one the run begins anew. Rows of the steps in between are removed
-        when the next step is written; changes of settings recorded in them are carried over to it. `rewind_steps`: see Checkpointer.rewind.
+        """Loads the newest checkpoint before `step`, a spike. Without one, resets to step 0. Rows of the undone steps are deleted when the
+        next row is written; the changes of settings that they record move to that row. `rewind_steps`: see CheckpointLoader.rewind.
         `position`: that of the data at `step`."""
         metrics, first = self.metrics_processor, self.first_step_of_launch
         self.checkpointer.rewind(step, rewind_steps, self.reset)
@@ -470,6 +471,7 @@ class Components:
             self.manager.show_event("storage", message)
 
     def start_monitoring(self) -> tuple[Watchdog, Profiler, GarbageCollection, FaultInjector]:
+        """Starts the watchdog, and builds what train.py calls after each step."""
         config, world, cleanup, folder = self.config, self.world, self.cleanup, self.group_folder
         rank = world.global_rank
         watchdog = Watchdog(
