@@ -374,9 +374,7 @@ class Checkpointer:
         """Publishes, on rank 0, the files of all ranks and returns their bytes, or removes them and raises CheckpointFailed. Returns None
         if a newer writer has removed them or has saved this step or a later one."""
         lease, records = self._lease, tuple(record for report in reports for record in report.records)
-        manifest = Manifest(
-            step, kind, states, len(reports), torch.__version__, "", records, lease.outside_quorum, branch
-        )
+        manifest = Manifest(step, kind, states, len(reports), torch.__version__, records, lease.outside_quorum, branch)
 
         def is_late() -> bool:
             """Returns True if another group has become the writer and has saved this step or a later one."""

@@ -91,7 +91,6 @@ class Manifest:
     states: tuple[str, ...]
     world_size: int
     torch: str  # its version
-    config_digest: str  # always empty; kept for format 1
     files: tuple[FileRecord, ...]
     outside_quorum: bool = False  # in the file as "settled", which is its negation
     # how often the run had gone back to a checkpoint (training.on_spike = "rewind"); absent in the file if 0
@@ -107,7 +106,11 @@ class Manifest:
         return self.branch, self.step
 
     def to_json(self) -> str:
-        body = {"format": FORMAT, **asdict(self)}
+        body = {
+            "format": FORMAT,
+            "config_digest": "",
+            **asdict(self),
+        }  # the second key is always empty, and part of format 1
         body["settled"] = not body.pop("outside_quorum")
         if not self.branch:  # as versions without it write, and read
             del body["branch"]
@@ -122,7 +125,7 @@ class Manifest:
                 raise Damaged(f"{MANIFEST}: format {body['format']}, this version reads {FORMAT}")
             if body.pop("checksum") != checksum(body):
                 raise Damaged(f"{MANIFEST}: checksum mismatch")
-            del body["format"]
+            del body["format"], body["config_digest"]
             files = tuple(FileRecord(**{**file, "digests": tuple(file["digests"])}) for file in body["files"])
             outside_quorum = not body.pop("settled", True)
             return Manifest(

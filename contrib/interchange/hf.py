@@ -103,7 +103,7 @@ def import_folder(folder: Path, out: Path, *, config_file: Path, tokenizer: str 
             records = checkpoint_dcp.write({"model": tensors}, step_0, group=None, planner=planner)
         except checkpoint_dcp.OtherRankFailed as failure:
             raise CheckpointFailed(f"{step_0}: not written: {failure}") from None
-        manifest = Manifest(0, "model", ("model",), 1, torch.__version__, "", tuple(records))
+        manifest = Manifest(0, "model", ("model",), 1, torch.__version__, tuple(records))
         checkpoint_files.publish(checkpoints, manifest)
         # unless it was set, the share follows from the validation of the run that starts here
         text = to_toml(config, without="" if config.origin.has(HELD_OUT) else HELD_OUT)

@@ -52,7 +52,7 @@ def test_it_is_the_seed_of_train_py_byte_for_byte_and_train_py_goes_on_from_it()
     for part in ("state_dict_metadata", "storage_data", "planner_data", "version"):
         assert getattr(metadata(ours), part) == getattr(metadata(theirs), part), part
     manifests = [read_manifest(path) for path in (ours, theirs)]
-    for part in ("step", "kind", "states", "world_size", "torch", "config_digest"):
+    for part in ("step", "kind", "states", "world_size", "torch"):
         assert getattr(manifests[0], part) == getattr(manifests[1], part), part
     verify(ours, manifests[0])
     said = python(*train, "--job.name=ours")

@@ -93,7 +93,7 @@ def test_every_segment_is_looked_at_by_one_of_the_ranks(tmp_path: Path) -> None:
         digest.update(memoryview(content)[start:stop])
     record = digest.record("file")
     assert (record.size_bytes, len(record.digests)) == (len(content), 3)
-    manifest = checkpoint_files.Manifest(2, "full", (), 1, "", "", (record,))
+    manifest = checkpoint_files.Manifest(2, "full", (), 1, "", (record,))
     for segment in range(3):
         with (tmp_path / "file").open("wb") as file:
             file.truncate(len(content))

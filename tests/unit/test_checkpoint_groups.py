@@ -253,7 +253,7 @@ def test_of_two_saved_outside_of_a_quorum_the_first_stays(tmp_path: Path):
 
 
 def test_a_manifest_of_before_was_saved_in_a_quorum():
-    manifest = checkpoint_files.Manifest(1, "full", ("model",), 1, "2.13", "", (), outside_quorum=True)
+    manifest = checkpoint_files.Manifest(1, "full", ("model",), 1, "2.13", (), outside_quorum=True)
     assert checkpoint_files.Manifest.from_json(manifest.to_json()).outside_quorum
     assert json.loads(manifest.to_json())["settled"] is False
     body = {key: value for key, value in json.loads(manifest.to_json()).items() if key not in ("settled", "checksum")}

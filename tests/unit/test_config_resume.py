@@ -54,7 +54,7 @@ def save_run(name: str) -> tuple[Path, int]:
     folder = config.run_folder / "checkpoint"
     records = tuple(dcp.write(states, checkpoint_files.begin(folder, STEP), group=None))
     checkpoint_files.publish(
-        folder, checkpoint_files.Manifest(STEP, "full", tuple(states), 1, torch.__version__, "", records)
+        folder, checkpoint_files.Manifest(STEP, "full", tuple(states), 1, torch.__version__, records)
     )
     save(config, config.run_folder)
     return checkpoint_files.step_folder(folder, STEP), order.end

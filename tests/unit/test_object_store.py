@@ -92,7 +92,7 @@ def checkpoint(
         (partial / name).write_bytes(data)
         digest.update(memoryview(data))
         records.append(digest.record(name))
-    manifest = Manifest(step, kind, ("model",), 1, "2", "", tuple(records), outside_quorum, branch=branch)
+    manifest = Manifest(step, kind, ("model",), 1, "2", tuple(records), outside_quorum, branch=branch)
     return checkpoint_files.publish(folder, manifest)
 
 
