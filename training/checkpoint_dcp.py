@@ -93,7 +93,7 @@ def write(
 def load_into(
     states: Mapping[str, Any], path: Path, *, group: dist.ProcessGroup | None, reader: FileSystemReader | None = None
 ) -> str:
-    """Loads the states that `fit` returned: tensors in place, each rank its own shards; other values are replaced.
+    """Loads the states that `fit` returned: tensors in place, each rank its shards; other values are replaced.
     Returns "", or why a rank could not read its part (the same on all ranks of `group`); the states are then partly loaded."""
     _ignore_no_dist_warning()
     try:

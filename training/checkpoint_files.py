@@ -12,9 +12,9 @@ those that read.
     <run>/checkpoint/step-50.partial-fetch-0/    being copied out of an object store; the next launch continues a leftover one
     <run>/checkpoint/step-60.abandoned/  newer than checkpoint.load_step, from which the run began again; no launch uses or removes it
 
-With several replica groups the quorum of the writer is appended (step-50.partial-EPOCH-ID, writer_lease.py), so that a suspended group that
-continues in the middle of a save touches only its own files. Everything is on disk (fsync) before the rename that makes it visible, so a
-kill or a power failure leaves the old state or the new one (POSIX rename; Linux fsync(2) on the folder for the name itself)."""
+With several replica groups the quorum of the writer is appended (step-50.partial-EPOCH-ID, writer_lease.py), so that a stopped process that
+continues in the middle of a save changes no files of a later writer. Everything is on disk (fsync) before the rename that makes it visible,
+so a kill or a power failure leaves the old state or the new one (POSIX rename; Linux fsync(2) on the folder for the name itself)."""
 
 from __future__ import annotations
 

@@ -318,7 +318,7 @@ class CheckpointLoader:
         exclude = list(config.exclude_from_loading) if initial else []
         if initial and not config.initial_load_model_only:  # its settings are this run's, not those of the other run
             exclude.append("optimizer.param_groups")
-        # they follow from this run's configuration; in its own checkpoints they are as in training, unless seq_len was changed
+        # they follow from this run's configuration; in checkpoints of this run they are as in training, unless seq_len was changed
         exclude += [name for name in self._computed if initial or dcp.other_size(name, live, metadata)]
         fit = dcp.fit(live, metadata, compared=compared, exclude=exclude, exact=not initial)
         fits = ranks.all_gather(fit._replace(states={}))
@@ -354,9 +354,9 @@ class CheckpointLoader:
 def checkpoint_to_continue(
     config: CheckpointConfig, run_folder: Path, *, fetch_initial: Callable[[], Path] | None = None
 ) -> Path | None:
-    """Returns the full checkpoint from which a launch continues data and step: the run's own, else initial_load_path, if its step and
-    position are loaded; None: it begins at step 0. `fetch_initial`: copies initial_load_path out of an object store; without it a URL, and
-    what only the run's own store has, count as none. Raises ValueError if initial_load_path is not a checkpoint."""
+    """Returns the full checkpoint from which a launch continues data and step: one of the run's folder, else initial_load_path, if its step
+    and position are loaded; None: it begins at step 0. `fetch_initial`: copies initial_load_path out of an object store; without it a URL
+    counts as none, as does what only the run's object store has. Raises ValueError if initial_load_path is not a checkpoint."""
     if not config.enable:
         return None
     folder = run_folder / config.local_folder

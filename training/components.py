@@ -403,8 +403,8 @@ class Components:
 
     def computed_buffers(self) -> set[str]:
         """Returns the names, in a checkpoint, of the buffers that follow from the configuration, such as the table of rotary positions."""
-        named = ((name, part) for part in self.model.parts for name, _ in part.named_buffers())
-        return {f"model.{plain_name(name)}" for name, part in named if name in getattr(part, "COMPUTED_BUFFERS", ())}
+        buffers = ((name, part) for part in self.model.parts for name, _ in part.named_buffers())
+        return {f"model.{plain_name(name)}" for name, part in buffers if name in getattr(part, "COMPUTED_BUFFERS", ())}
 
     def load(self) -> None:
         """Loads the newest checkpoint, if there is one, and continues its data. Raises CheckpointFailed, ValueError."""

@@ -111,8 +111,10 @@ class ObjectStore:
 
     def is_ahead_of(self, folder: Path) -> bool:
         """Returns True if the newest full checkpoint here is newer than that of a folder."""
-        own_recency = checkpoint_files.recency(folder, checkpoint_files.newest(folder))
-        return any(found.recency > own_recency for found in self.manifests().values() if found and found.kind == "full")
+        local_recency = checkpoint_files.recency(folder, checkpoint_files.newest(folder))
+        return any(
+            found.recency > local_recency for found in self.manifests().values() if found and found.kind == "full"
+        )
 
     def manifest(self, step: int) -> Manifest:
         """Returns the manifest of a step. Raises Damaged if there is none."""

@@ -20,7 +20,7 @@ Quorum = tuple[str, int]  # epoch, id; ids grow within an epoch
 
 
 def acquire(folder: Path, quorum: Quorum) -> bool:
-    """Records the quorum and returns True, unless a newer quorum is recorded. Not atomic: a group suspended after this call may still
+    """Records the quorum and returns True, unless a newer quorum is recorded. Not atomic: a process stopped after this call may still
     make its next write when it continues, so each write after an `acquire` must be small or guarded again."""
     if is_superseded(folder, quorum):
         return False
