@@ -1,8 +1,8 @@
 """Checkpoint folders: their files, verification, and atomic publication and removal.
 
-Flow: train.py -> components.py (load), saver.py (retries, and the last save) -> checkpoint.py (one save, and which checkpoint to load) ->
-checkpoint_dcp.py (tensors to files) and this file. No torch, no process group: one rank calls the functions that change a folder, any rank
-those that read.
+Flow: train.py -> components.py (load), saver.py (retries, and the last save) -> checkpoint.py (one save), checkpoint_load.py (which
+checkpoint to load) -> checkpoint_dcp.py (tensors to files) and this file. No torch, no process group: one rank calls the functions that
+change a folder, any rank those that read.
 
     <run>/checkpoint/step-40/            complete: renamed to this after fsync (it may be damaged later)
         __0_0.distcp, ..., .metadata     DCP's files

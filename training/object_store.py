@@ -1,6 +1,7 @@
 """Checkpoints in an object store (S3, Google Cloud Storage) through fsspec; the local folder keeps a copy (checkpoint_files.py).
 
-Flow: checkpoint.py fetches the newest checkpoint when it loads, and offers each save to Uploader, whose thread puts it into the store.
+Flow: checkpoint_fetch.py fetches what a launch or a rewind continues from; checkpoint.py offers each save to Uploader, whose thread puts
+it into the store.
 
     <checkpoint.folder>/<job.name>/step-40/__0_0.distcp.5d41402abc4b...    a file, under its name and digest
     <checkpoint.folder>/<job.name>/step-40/manifest.json                   put last, unless there is one: now the checkpoint exists

@@ -161,7 +161,7 @@ class StreamingLoader(BatchLoader):
             return {self._key: json.dumps(self._loader.state_dict())}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on at the cursor of this rank, which the checkpoint has if as many data-parallel ranks saved it (Checkpointer._restore).
+        """Goes on at the cursor of this rank, which the checkpoint has if as many data-parallel ranks saved it (CheckpointLoader._restore).
         Raises ValueError if another number of workers saved it."""
         cursor = json.loads(state[self._key])
         # torchdata's keys; its own check comes with the first batch
