@@ -16,6 +16,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import sys
 import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -44,6 +45,13 @@ class ProcessGroupBaby(ProcessGroup):
     empty = staticmethod(shared.empty)  # makes a tensor that the child uses without a copy
 
     def __init__(self, timeout: timedelta | float = 60.0, *, rendezvous_s: float = 10.0) -> None:
+        if sys.platform == "linux":
+            try:  # a child's pidfd tells when it writes no more to memory that it was lent
+                os.close(os.pidfd_open(os.getpid()))
+            except OSError as error:
+                why = f"this kernel or container has no pidfd_open ({error.strerror}), as Linux before 5.3"
+                named = f'fault_tolerance.process_group = "baby_{self.NATIVE}"'
+                raise ValueError(f'{named}: {why}; nearest: "{self.NATIVE}"') from None
         super().__init__(timeout, rendezvous_s=rendezvous_s)
         self._fork_server: ForkServer = fork_server_of_this_process()
         self._fork_server.warm()  # imports torch while this process goes on

@@ -140,7 +140,8 @@ class RankReports:
 
 
 class Process:
-    """A live process on this host. On Linux it is referred to by a pidfd, so a signal never reaches a later process with the same pid."""
+    """A live process on this host. It is referred to by a pidfd where there are any (Linux 5.3; some containers forbid them), so that a
+    signal never reaches a later process with the same pid."""
 
     def __init__(self, pid: int, proc: Path = Path("/proc")) -> None:
         self.pid, self._proc = pid, proc
@@ -182,7 +183,7 @@ class Process:
         with suppress(ProcessLookupError, PermissionError):
             if self._handle is not None:
                 signal.pidfd_send_signal(self._handle, number)
-            elif sys.platform != "linux":
+            else:
                 os.kill(self.pid, number)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import os
 import signal
@@ -131,6 +132,19 @@ def test_a_signal_to_a_process_that_is_gone_hits_nobody():
     held = Process(process.pid)
     process.communicate(b"\n")
     held.send(signal.SIGTERM)
+
+
+def test_a_process_of_which_there_is_no_pidfd_gets_its_signal(monkeypatch: pytest.MonkeyPatch):
+    """Linux before 5.3, and containers that forbid system calls that they do not know."""
+
+    def refuse(pid: int) -> int:
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(os, "pidfd_open", refuse, raising=False)
+    process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    Process(process.pid).send(signal.SIGKILL)
+    process.communicate(b"\n")
+    assert process.returncode == -signal.SIGKILL
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import fcntl
 import json
 import os
 import queue
+import re
 import resource
 import socket
 import sys
@@ -27,7 +28,7 @@ from torch._C._distributed_c10d import TCPStore
 
 from ft.compat.process_groups import ErrorSwallowingProcessGroup, ProcessGroupDummy
 from ft.process_groups import shared, sockets
-from ft.process_groups.baby import ENDED, ChildEngine, ProcessGroupBabyNCCL
+from ft.process_groups.baby import ENDED, ChildEngine, ProcessGroupBabyGloo, ProcessGroupBabyNCCL
 from ft.process_groups.base import GroupWork, Operation, ProcessGroup, Reaper, reduction
 from ft.process_groups.errors import Abandoned, MustExit, ProcessGroupError, RendezvousFailed
 from ft.process_groups.fork_server import Channel
@@ -770,6 +771,16 @@ def test_reduce_ops_cross_as_names(op: object):
 def test_a_reduce_op_that_cannot_cross():
     with pytest.raises(ValueError, match="must be one of SUM"):
         reduction(dist._make_nccl_premul_sum(2.0))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="macOS has no pidfds, and children go without")
+def test_children_without_pidfds_are_refused(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(os, "pidfd_open", lambda pid: os.close(-1))
+    said = (
+        'fault_tolerance.process_group = "baby_gloo": this kernel or container has no pidfd_open (Bad file descriptor)'
+    )
+    with pytest.raises(ValueError, match=re.escape(said)):
+        ProcessGroupBabyGloo()
 
 
 @pytest.mark.parametrize("kind", [ProcessGroupNCCL, ProcessGroupBabyNCCL])
