@@ -5,9 +5,9 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import secrets
 import shutil
 import socket
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -124,6 +124,10 @@ def sync_path(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
+    except OSError as error:
+        # some shared folders of virtual machines cannot sync a folder
+        if error.errno != errno.EINVAL or not path.is_dir():
+            raise
     finally:
         os.close(descriptor)
 
@@ -143,8 +147,9 @@ def replace_by_copy(path: Path, size_bytes: int) -> None:
 
 @contextmanager
 def _replacement(path: Path) -> Iterator[IO[bytes]]:
-    """Yields a temporary file that is renamed to `path` at the end. Its name has a thread ID: two threads write the same lease."""
-    temporary = path.with_name(f".{path.name}.{socket.gethostname()}.{threading.get_native_id()}")
+    """Yields a temporary file that is renamed to `path` at the end. Its name is random: two threads write the same lease, and containers of
+    one machine may have the same host name and the same process and thread IDs."""
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     try:
         with temporary.open("wb") as file:
             yield file

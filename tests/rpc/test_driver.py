@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import errno
 import json
+import os
+import stat
 import threading
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -484,6 +486,19 @@ def test_a_state_file_is_on_disk_before_it_takes_the_place_of_the_old(tmp_path: 
         state_file.write(path, newer)
     assert len(done) == (3 if fails_at is None else fails_at + 1) and done[::2] == ["fsync", "fsync"][: len(done[::2])]
     assert state_file.read(path) == (newer if fails_at in (None, 2) else SAVED)
+
+
+def test_a_file_system_that_cannot_sync_a_folder_keeps_the_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    fsync = os.fsync
+
+    def refuse(descriptor: int) -> None:
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", refuse)
+    state_file.write(tmp_path / "state.json", SAVED)
+    assert state_file.read(tmp_path / "state.json") == SAVED
 
 
 # ------------------------------------------------------------------------------------------------ the end

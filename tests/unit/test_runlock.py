@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.unit.fakes import forbid_locks
-from training.durable_files import RunLock, cause_of
+from training.durable_files import RunLock, cause_of, replace_file, sync_path
 
 HOLD = """
 import sys
@@ -70,3 +70,26 @@ def test_an_error_is_told_with_its_file_and_one_of_a_write_with_that_of_the_prog
     assert cause_of(full, "out") == "out: full"
     assert cause_of(PermissionError(errno.EACCES, "denied", "in"), "out") == "in: denied"
     assert cause_of(refused, "out") == str(refused), "it is not of that folder"
+
+
+def test_containers_with_equal_names_and_ids_replace_a_file_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """This thread writes again in the middle of its own write: the other has its host name and its IDs."""
+    path, fsync = tmp_path / "lease", os.fsync
+
+    def other_writes(descriptor: int) -> None:
+        fsync(descriptor)
+        monkeypatch.setattr(os, "fsync", fsync)
+        replace_file(path, b"other")
+
+    monkeypatch.setattr(os, "fsync", other_writes)
+    replace_file(path, b"this")
+    assert path.read_bytes() == b"this" and list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="/proc cannot sync anything")
+def test_a_folder_that_its_file_system_cannot_sync_is_no_error() -> None:
+    sync_path(Path("/proc/self"))
+    with pytest.raises(OSError, match="Invalid argument"):
+        sync_path(Path("/proc/self/stat"))
