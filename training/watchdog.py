@@ -9,6 +9,8 @@ import contextlib
 import faulthandler
 import json
 import math
+import os
+import select
 import sys
 import threading
 import time
@@ -28,8 +30,11 @@ GRACE_S = 20.0  # from the report to the end of the process
 
 
 def dump_stacks(after_s: float) -> None:
-    """Writes every thread's stack to standard error after `after_s` and exits with code 1: in C, so also while Python waits for the GIL."""
-    faulthandler.dump_traceback_later(after_s, exit=True, file=sys.stderr)
+    """Writes every thread's stack to standard error after `after_s` and exits with code 1: in C, so also while Python waits for the GIL.
+    Writes nothing if nobody reads standard error, which may be the cause of the hang, as that would block the exit, too."""
+    is_read = select.select([], [sys.stderr], [], 0)[1]
+    descriptor = sys.stderr.fileno() if is_read else os.open(os.devnull, os.O_WRONLY)
+    faulthandler.dump_traceback_later(after_s, exit=True, file=descriptor)
 
 
 class Watchdog:

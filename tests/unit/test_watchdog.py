@@ -258,6 +258,21 @@ stuck_in_the_loader()
     assert "stuck_in_the_loader" in done.stderr
 
 
+def test_a_hang_of_which_nobody_reads_the_output_ends_too() -> None:
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    with os.fdopen(reader), os.fdopen(writer, "wb", buffering=0) as full:
+        while full.write(b"x" * 4096):  # None: the pipe is full
+            pass
+        os.set_blocking(writer, True)
+        program = "import time\nfrom training.watchdog import dump_stacks\ndump_stacks(0.05)\ntime.sleep(600)"
+        process = subprocess.Popen([sys.executable, "-c", program], stdout=full, stderr=full)
+        try:
+            assert process.wait(30) == 1
+        finally:
+            process.kill()
+
+
 def test_the_flight_recorder_is_asked_for_in_torchs_own_words(tmp_path: Path) -> None:
     asked = flight_recorder_env(trace_buf_size=20_000, folder=tmp_path)
     assert asked["TORCH_FR_BUFFER_SIZE"] == "20000"
