@@ -351,8 +351,8 @@ def _spec(command: list[str], launch_settings: LaunchSettings, nproc: int, logs:
     """Returns the command of the ranks and the rendezvous: static if NODE_RANK is set, else c10d with node ranks in order of arrival."""
     settings: dict[str, Any] = {"timeout": RENDEZVOUS_TIMEOUT_S, "join_timeout": RENDEZVOUS_TIMEOUT_S}
     endpoint, backend, address = launch_settings.endpoint, "c10d", None
-    if launch_settings.nnodes == 1:  # a machine's own host name may not resolve, as on laptops
-        endpoint, address, settings["is_host"] = "localhost:0", "localhost", True
+    if launch_settings.nnodes == 1:  # host names may not resolve: laptops, localhost in containers
+        endpoint, address, settings["is_host"] = "127.0.0.1:0", "127.0.0.1", True
     elif launch_settings.node_rank is not None:
         backend, settings["rank"] = "static", launch_settings.node_rank
     parameters = RendezvousParameters(

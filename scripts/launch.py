@@ -52,6 +52,8 @@ def main(argv: list[str]) -> int:
         config = load(argv)  # imports torch, if the file can be read
         nproc = ranks_here(launch_settings)
         in_process = nproc == launch_settings.nnodes == 1 and launch_settings.max_restarts == 0
+        if in_process and (ranks := os.environ.get("WORLD_SIZE", "1")) != "1":  # else the ranks get their own
+            raise ValueError(f"WORLD_SIZE={ranks}: of another launcher; this one starts 1 rank: unset it, or set NPROC")
         if not in_process:
             check(config, world_size=nproc * launch_settings.nnodes)
         logs = config.run_folder / "logs"

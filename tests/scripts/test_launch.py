@@ -46,6 +46,9 @@ if how == "crash" and rank == last_rank:
     if rank:  # SIGTERM must find the other rank past its first lines
         Path("started").read_text()
     raise RuntimeError("the disk is full")
+if how == "where":
+    print(os.environ["MASTER_ADDR"])
+    sys.exit(0)
 if how == "letter":
     from training.log import Log
     Log().info(chr(969))
@@ -222,6 +225,12 @@ def test_one_rank_saves_on_sigterm(start: Start):
         ),
         ("job.toml", {"NNODES": "2", "NODE_RANK": "2"}, "NODE_RANK=2: must be a whole number from 0 to 1"),
         ("job.toml", {"LOG_RANK": "first"}, 'LOG_RANK=first: must be ranks such as "0" or "0,3", or "all"'),
+        # as in a shell inside another launcher's job
+        (
+            "job.toml",
+            {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"},
+            "WORLD_SIZE=2: of another launcher; this one starts 1 rank: unset it, or set NPROC",
+        ),
         ("job.toml", {"NPROC": "3"}, "training.global_batch_size = 8: must be a multiple of 3"),
     ],
 )
@@ -259,6 +268,12 @@ def test_two_ranks_finish_and_one_is_shown(tree: Path, start: Start):
     assert re.fullmatch(r"rank 1 is \d+ with 7 threads\n", out)
     logs = tree / "outputs" / "job" / "logs"
     assert [file.read_text()[:9] for file in sorted(logs.iterdir())] == ["rank 0 is", "rank 1 is"]
+
+
+def test_two_ranks_of_a_machine_meet_without_a_name(start: Start):
+    """Not even localhost has an address everywhere: a container's /etc/hosts may be empty."""
+    code, out, err = end(start("job.toml", "where", NPROC="2"))
+    assert (code, out.splitlines()[-1], err) == (0, "127.0.0.1", "")
 
 
 def test_two_ranks_blame_the_input(start: Start):
