@@ -331,12 +331,12 @@ class GroupService:
             self.driver.feed(m.WantsToLeave())
         elif which == "timeline_event":
             self.spawn(self.link.send(timeline_event=codec.check_timeline_event(up.timeline_event)))
-        elif which == "rejoin" and up.rejoin.quorum_id > self._rejoined_after:
+        elif which == "rejoin" and not self.left and up.rejoin.quorum_id > self._rejoined_after:
             self._rejoined_after = up.rejoin.quorum_id
 
             async def rejoin(replica_id: str, reason: str) -> None:
                 await self.link.leave(replica_id, clean=False, reason=reason)
-                self.driver.feed(m.LighthouseRefused(replica_id, "LOST", reason))
+                self.on_lighthouse_event(m.LighthouseRefused(replica_id, "LOST", reason))
 
             self.spawn(rejoin(self.machine.replica_id, up.rejoin.reason))
 

@@ -250,6 +250,21 @@ def test_a_fault_of_ours_ends_the_group_and_is_said(caplog: pytest.LogCaptureFix
     assert "Traceback" in caplog.text
 
 
+def test_a_rank_that_wants_a_new_id_after_the_leave_of_another_gets_none(team: Callable[..., Team]):
+    """The connection to the lighthouse is closed then: an error of it would be a fault, for which the server kills its trainers."""
+    a, b = team("a"), team("b")
+    a.watch()
+    first = quorum(a, b)[0].quorum_id
+    for rank in range(RANKS):  # the notice to the other one shows that its stream is open
+        a.ranks[rank].vote(m.Vote(rank, "commit", first, rank, 0, "failed"), WAIT_S)
+        assert isinstance(a.heard.get(timeout=WAIT_S), m.GenerationAborted)
+    a.ranks[0].leave(clean=True, reason="done")
+    a.ranks[1].rejoin_under_new_id(first, "too slow")
+    a.ranks[1].close()  # returns once the server has handled that
+    a.ranks[0].close()
+    assert os.waitstatus_to_exitcode(os.waitpid(a.server.pid, 0)[1]) == 0
+
+
 def test_a_late_vote_fails_no_call_for_a_quorum():
     """The vote is refused; the same rank's call for a quorum waits on."""
 
