@@ -100,7 +100,7 @@ class Child:
                     signal.pidfd_send_signal(self._handle, signal.SIGKILL)
                 else:
                     os.kill(self.pid, signal.SIGKILL)
-        self.channel.hang_up()
+            self.channel.hang_up()  # before `end` may close it: the descriptor could be another socket's by then
 
     def end(self) -> None:
         """Waits, after `kill`, until the process has ended (not on macOS, which has no pidfd), and closes the channel."""

@@ -10,6 +10,7 @@ import queue
 import re
 import resource
 import socket
+import subprocess
 import sys
 import termios
 import threading
@@ -31,7 +32,7 @@ from ft.process_groups import shared, sockets
 from ft.process_groups.baby import ENDED, ChildEngine, ProcessGroupBabyGloo, ProcessGroupBabyNCCL
 from ft.process_groups.base import GroupWork, Operation, ProcessGroup, Reaper, reduction
 from ft.process_groups.errors import Abandoned, MustExit, ProcessGroupError, RendezvousFailed
-from ft.process_groups.fork_server import Channel
+from ft.process_groups.fork_server import Channel, Child
 from ft.process_groups.forming import Ended, Engine, Rendezvous
 from ft.process_groups.gloo import GlooEngine, ProcessGroupGloo, form_gloo
 from ft.process_groups.nccl import ProcessGroupNCCL
@@ -403,6 +404,26 @@ def test_a_channel_carries_messages_and_descriptors():
         os.close(descriptor)
     channel.close()
     other.close()
+
+
+@linux
+def test_a_channel_that_is_being_hung_up_is_not_closed():
+    """From a closed channel the descriptor may go to another socket, which would be shut down."""
+    done = list[str]()
+
+    def hang_up() -> None:
+        ending.start()
+        ending.join(0.2)  # `end` waits for this function, but for no other
+        done.append("hung up")
+
+    channel: Any = SimpleNamespace(hang_up=hang_up, close=lambda: done.append("closed"))
+    fork_server: Any = SimpleNamespace(reap=lambda: None)
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
+        child = Child(process.pid, channel, fork_server)
+        ending = threading.Thread(target=child.end)
+        child.kill()
+        ending.join()
+    assert done == ["hung up", "closed"]
 
 
 @linux
