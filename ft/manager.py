@@ -776,8 +776,8 @@ class Manager:
 
     def _vote_in_background(self, vote: m.Vote) -> None:
         try:
-            self._feed_from_thread(self.client.outcome(vote))
-        except RuntimeError as error:
+            self._feed(self.client.outcome(vote))
+        except BaseException as error:  # noqa: BLE001 (raised by `_await_effect`)
             self._raise_in_trainer(error)
 
     def _load_state(self, step: int) -> None:

@@ -448,6 +448,29 @@ def test_a_rank_that_cannot_form_a_further_group_ends_to_be_restarted():
 # ------------------------------------------------------------------------------------------------ weights that went wrong
 
 
+def test_an_outcome_that_cannot_be_read_in_a_thread_is_the_trainers_error():
+    """A vote on a heal is cast in a thread of its own; the trainer would wait for its outcome for ever."""
+
+    class Garbled(GroupClient):
+        def outcome(self, vote: m.Vote) -> m.Outcome:
+            if vote.kind == "healed":
+                raise ValueError("verdict = 'perhaps'")
+            return super().outcome(vote)
+
+    others: list[Rank] = []
+
+    def comes(rank: Rank, step: int) -> None:
+        if step == 2 and not others:
+            others.append(made.group("b", steps=1 << 30, make=partial(Manager, connect=Garbled))[0])
+        if others and others[0].error:
+            rank.manager.leave()
+
+    with job(min_replicas=1) as made:
+        assert made.group("a", steps=1 << 30, at=comes)[0].join().error is None
+        assert str(others[0].error) == "verdict = 'perhaps'"
+        made.groups.remove(others[0])
+
+
 def flips_a_bit(rank: Rank, step: int) -> None:
     """Flips a bit in the last weight of group a's rank 0, after step 3."""
     if step == 3 and (rank.name, rank.group_rank) == ("a", 0) and 4 not in rank.weights:
