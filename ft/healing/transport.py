@@ -337,7 +337,10 @@ class StateOffer:
                         return self.withdraw("a chunk was still in use at the end of heal_grace_s")
                     if self.withdrawn_reason or not is_small():
                         return self.withdraw("the source commits, and its joiners took longer than heal_grace_s")
-                    self.aside = self._copies()
+                    try:
+                        self.aside = self._copies()
+                    except (MemoryError, RuntimeError) as error:  # torch's error for memory is a RuntimeError
+                        return self.withdraw(f"the source has no memory for a copy: {error}")
                 return Fenced.WITHDRAWN if self.withdrawn_reason else Fenced.COPIED if self.aside else Fenced.FREE
             finally:
                 self.fencing = self._copying = False

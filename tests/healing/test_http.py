@@ -430,6 +430,24 @@ def test_close_leaves_no_thread(world: World):
         assert not thread.is_alive(), thread.name
 
 
+@pytest.mark.parametrize("error", [MemoryError(), RuntimeError("DefaultCPUAllocator: can't allocate memory")])
+def test_a_source_without_memory_for_copies_goes_on(world: World, error: Exception):
+    """Its joiners heal again; they must not end the rank that has the state."""
+    group = large(1)
+    source = world.transport("a")
+    offer = source.offer(group.view(), quorum_id=3, step=7, joiners=["j"])
+
+    class NoMemory:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(body, name)
+
+        def read(self, *what: Any) -> memoryview:
+            raise error
+
+    body, offer.body = offer.body, NoMemory()  # type: ignore[assignment]
+    assert source.fence() is Fenced.WITHDRAWN and "no memory for a copy" in offer.withdrawn_reason
+
+
 def test_strangers_keep_nobody_out(world: World):
     """Connections without a token, even if they fill all places, make room for those with one."""
     group, joiner = large(1, chunks=2), large(2, chunks=2)
