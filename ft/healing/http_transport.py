@@ -21,7 +21,7 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from ft.healing.capture import StagingBuffer, StateView, TensorPayload
@@ -193,14 +193,13 @@ class HttpFetch:
     """One fetch, from one source or two. `run` starts a thread for each connection, which verifies chunks and writes them to the tensors;
     it returns when none of them may write any more. `stop`: from any thread."""
 
-    make_thread: Callable[..., threading.Thread] = threading.Thread
-
     def __init__(
         self, transport: HttpTransport, sources: Sources, into: StateView, path: str, progress: OnBytes
     ) -> None:
         assert 1 <= len(sources) <= MAX_SOURCES, f"{len(sources)} sources"
         self._sources, self._into, self._config = sources, into, transport.config
         self._min_stripe, self._progress, self._logged = transport.min_stripe, progress, transport.logged
+        self._make_thread = transport.make_thread
         parts = sources if len(sources) > 1 else [*sources] * self._config.heal_streams
         self._streams = [SourceConnection(transport, one, path, bool(i % 2)) for i, one in enumerate(parts)]
         both = sources if len(sources) > 1 else ()
@@ -225,7 +224,7 @@ class HttpFetch:
         works += [(self._fetch_digests, one) for one in self._digest_connections]
         try:
             for work, connection in works:
-                self.make_thread(target=work, args=(connection,), name="heal-fetch", daemon=True).start()
+                self._make_thread(target=work, args=(connection,), name="heal-fetch", daemon=True).start()
         except RuntimeError as error:  # no more threads: those that have begun must not write during the next try
             self.stop(str(error))
         with self._lock:  # waits for threads that may write, not for those that still connect

@@ -24,7 +24,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Protocol
@@ -107,6 +107,7 @@ class Transport(ABC):
 
     address: str  # for joiners: the healing address (torchft: checkpoint_metadata)
     done_s = 1.0  # timeout of telling the sources that this joiner needs nothing more
+    make_thread: Callable[..., threading.Thread] = threading.Thread
 
     def __init__(self, replica_id: str, config: HealConfig | None = None) -> None:
         self.replica_id, self.config = replica_id, config or HealConfig()
@@ -142,14 +143,15 @@ class Transport(ABC):
         `fetch` calls it when it has received everything; after a final failure the caller must. Uses new connections, as those of
         the fetch may be slow or broken. A source that is not told fences as if chunks were missing."""
         threads = [
-            threading.Thread(target=self._notify_done, args=(one, quorum_id, step), name="heal-done", daemon=True)
+            self.make_thread(target=self._notify_done, args=(one, quorum_id, step), name="heal-done", daemon=True)
             for one in sources
         ]
-        for thread in threads:
-            thread.start()
         until_s = time.monotonic() + self.done_s
-        for thread in threads:
-            thread.join(max(0.0, until_s - time.monotonic()))
+        with suppress(RuntimeError):  # no further thread: the others are not told
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join(max(0.0, until_s - time.monotonic()))
 
     @abstractmethod
     def _notify_done(self, source: HealEndpoint, quorum_id: int, step: int) -> None:
