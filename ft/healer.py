@@ -19,7 +19,6 @@ from ft.protocol import messages as m
 from ft.rpc.access import Access
 from ft.rpc.clients import GroupClient
 
-ADDRESS_S = 5.0  # timeout of the request for a source's address
 AGAIN_S = 0.1  # between two tries
 MACHINE_STATE = "ft"  # name under which the step machine's state is registered
 log = logging.getLogger("pharos.healing")
@@ -30,6 +29,8 @@ class Healer:
     no source has our layout, or can send its state. Both are called in the fetch thread; or in the trainer's, inside `fetch`, if this
     rank's own state has values that cannot be sent, so that it has no layout to compare. For the trainer's thread, except for
     `end_offer`."""
+
+    address_s = 5.0  # timeout of the request for a source's address
 
     def __init__(
         self,
@@ -46,6 +47,7 @@ class Healer:
         self._group_rank, self._access, self._grace_s = group_rank, access, grace_s
         self._on_event, self._on_cannot_heal = on_event, on_cannot_heal
         self._fetching: threading.Thread | None = None
+        self._asked: GroupClient | None = None  # the server of a source, which is asked for its healing address
         self._unsendable = ""  # logged reason why the state cannot be sent
         self._ended_quorum = 0  # newest quorum whose offer was ended
         self._cancelled = threading.Event()  # set when the fetch is cancelled
@@ -117,6 +119,8 @@ class Healer:
             self._cancelled.set()
             while self._fetching.is_alive():  # it may be between two tries, where `stop` finds nothing
                 self.transport.stop("the heal was cancelled")
+                if self._asked is not None:  # ends a request: a source whose host is gone does not answer
+                    self._asked.close()
                 self._fetching.join(AGAIN_S)
             self._fetching, self.progress = None, (0, 0)
         self._arrived = None
@@ -141,7 +145,7 @@ class Healer:
                 self.touched = True
                 self.transport.notify_done(unused, **wanted)
                 break
-            except (RuntimeError, FormatError) as error:
+            except Exception as error:  # noqa: BLE001 (of any kind: the machine waits for HealEnded)
                 if str(error) != logged:
                     logged = str(error)
                     log.warning("the state of step %s has not arrived: %s", m.describe_step(quorum.reference[0]), error)
@@ -169,8 +173,8 @@ class Healer:
     def heal_address_of(self, address: str) -> str:
         """Requests, from the group server at `address`, where that group's rank of the same group_rank serves its state; "": unknown."""
         try:
-            with closing(GroupClient(address, self._group_rank, self._access)) as client:
-                return client.checkpoint_metadata(self._group_rank, ADDRESS_S)
+            with closing(GroupClient(address, self._group_rank, self._access)) as self._asked:
+                return self._asked.checkpoint_metadata(self._group_rank, self.address_s)
         except (TimeoutError, RuntimeError, ValueError) as error:
             log.warning("the group server at %s reported no healing address: %s", address, error)
             return ""

@@ -5,11 +5,13 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from functools import partial
 from queue import Queue
 from typing import Any
 
+import grpc
 import pytest
 import torch
 
@@ -228,7 +230,7 @@ class Fetches:
 
     address = "http://127.0.0.1:1"
 
-    def __init__(self, fails: HealFailed) -> None:
+    def __init__(self, fails: Exception) -> None:
         self.fails, self.done = fails, Queue[int]()
 
     def fetch(self, sources: Any, into: Any, *, quorum_id: int, step: int, progress: Any = None) -> dict[str, Any]:
@@ -271,6 +273,58 @@ def test_a_heal_that_failed_for_good_is_told_to_its_sources(mismatch: bool, gone
         assert isinstance(word, m.HealEnded) and not word.ok and word.reason == "another layout"
         assert transport.done.get(timeout=LIMIT_S) == 3
         assert said == ["another layout"] * mismatch
+
+
+def test_an_error_that_no_heal_should_have_ends_the_heal_all_the_same():
+    """The machine waits for HealEnded, with the ranks of all groups."""
+    transport, ended = Fetches(KeyError("no such chunk")), Queue[m.Event]()
+    healer = Healer(
+        StateRegistry(),
+        transport,  # type: ignore[arg-type]
+        group_rank=0,
+        access=Access(),
+        grace_s=0.0,
+        on_event=ended.put,
+    )
+    healer.heal_address_of = lambda address: address  # type: ignore[method-assign]
+    with closing(healer):
+        healer.fetch(part("b:1", 1, heal=True, sources=(m.Source(0, "http://127.0.0.1:2"),)))
+        assert ended.get(timeout=LIMIT_S) == m.HealEnded(3, ok=False, reason="'no such chunk'")
+
+
+def test_a_source_whose_server_never_answers_delays_no_drop():
+    """The trainer's thread drops the heal, and all groups wait for its next quorum request."""
+    asked, over, ended = threading.Event(), threading.Event(), Queue[m.Event]()
+
+    def never_answers(data: bytes, context: Any) -> bytes:
+        asked.set()
+        over.wait(LIMIT_S)
+        return b""
+
+    class Routes(grpc.GenericRpcHandler):  # type: ignore[misc]
+        def service(self, details: Any) -> Any:
+            return grpc.unary_unary_rpc_method_handler(never_answers)
+
+    with ThreadPoolExecutor(1) as threads:
+        server = grpc.server(threads, handlers=[Routes()])
+        address = f"http://127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+        server.start()
+        healer = Healer(
+            StateRegistry(),
+            HttpTransport("127.0.0.1", "b:1", Access()),
+            group_rank=0,
+            access=Access(),
+            grace_s=600.0,
+            on_event=ended.put,
+        )
+        healer.address_s = 600.0
+        with closing(healer):
+            healer.fetch(part("b:1", 1, heal=True, sources=(m.Source(0, address),)))
+            assert asked.wait(LIMIT_S)
+            healer.drop()
+            assert not getattr(ended.get(timeout=LIMIT_S), "ok", True)
+        over.set()
+        server.stop(None)
 
 
 @pytest.mark.parametrize(("ended", "over"), [(2, False), (3, True)])
