@@ -155,7 +155,7 @@ class Manager:
             options.long_phase_s,
             # a torchft program may wait for its reductions by itself, in its body
             pending_since_s=(lambda: process_group.waits_since_s) if options.zeros_wait else (lambda: None),
-            quorum_id=lambda: self._quorum_id,
+            quorum_id=lambda: self.quorum.quorum_id if self.quorum else 0,
         )
         self.gradients = gradients or Gradients(
             keep=options.keep_gradients,
@@ -679,11 +679,6 @@ class Manager:
     def _job_fingerprint(self) -> m.Fingerprint:
         """Fingerprint that must be equal in all groups of the job."""
         return (*self._fingerprint, *self.gradients.fingerprint)
-
-    @property
-    def _quorum_id(self) -> int:
-        """ID of the newest quorum; 0: there was none."""
-        return self.quorum.quorum_id if self.quorum else 0
 
     @property
     def _blame(self) -> tuple[str, ...]:

@@ -69,21 +69,11 @@ def join(config: ReplicaGroupConfig, store: Store | None) -> Membership:
         raise RuntimeError(
             f"rank {config.group_rank} of {config.world_size} has no store for the address of its group's server"
         )
-    key = f"ft/{config.restart_count}"
+    own = PrefixStore(f"ft/{config.restart_count}", store) if store is not None and config.world_size > 1 else None
     if config.group_rank == 0:
-        made = _start(config)
-        if store is not None and config.world_size > 1:
-            try:
-                PrefixStore(key, store).set(
-                    "group", json.dumps({"replica_id": made.replica_id, "address": made.address})
-                )
-            except BaseException:  # no server of this group may live on, which would keep its name
-                if made.server:
-                    made.server.close()
-                raise
-        return made
-    assert store is not None
-    limit_s, own = config.contact_s + OTHERS_WAIT_S, PrefixStore(key, store)
+        return _start(config, own)
+    assert own is not None
+    limit_s = config.contact_s + OTHERS_WAIT_S
     try:
         own.wait(["group"], timedelta(seconds=limit_s))
         return Membership(**json.loads(own.get("group")))
@@ -91,7 +81,7 @@ def join(config: ReplicaGroupConfig, store: Store | None) -> Membership:
         raise TimeoutError(f"rank 0 did not start the group's server within {limit_s:g} s: {error}") from None
 
 
-def _start(config: ReplicaGroupConfig) -> Membership:
+def _start(config: ReplicaGroupConfig, own: Store | None) -> Membership:
     is_torchft = is_torchft_lighthouse(config.lighthouse, config.access, config.contact_s)
     if is_torchft and not config.every_step:
         raise ValueError(
@@ -112,4 +102,10 @@ def _start(config: ReplicaGroupConfig) -> Membership:
         max_active_groups=config.max_active_groups,
     )
     server = GroupServerProcess(settings)
+    try:
+        if own is not None:
+            own.set("group", json.dumps({"replica_id": settings.replica_id, "address": server.address}))
+    except BaseException:  # no server of this group may live on, which would keep its name
+        server.close()
+        raise
     return Membership(settings.replica_id, server.address, server, rendezvous)
