@@ -346,10 +346,9 @@ def _end(engine: Engine, watch: threading.Thread, then: Callable[[], None] | Non
 
 class Reaper:
     """Ends abandoned generations, each in a thread of its own: torch's threads may still write into their buffers, and whatever drops a
-    native group waits for them. One that does not end keeps memory and sockets: with more than `most` the process must exit."""
+    native group waits for them. One that does not end keeps memory and sockets: with more than MAX_ENDING the process must exit."""
 
-    def __init__(self, most: int = MAX_ENDING) -> None:
-        self._most = most
+    def __init__(self) -> None:
         self._changed = threading.Condition()
         self._pending: dict[threading.Thread, str] = {}
 
@@ -360,24 +359,19 @@ class Reaper:
             self._pending[thread] = what
         thread.start()
 
-    @property
-    def pending(self) -> int:
-        with self._changed:
-            return len(self._pending)
-
-    def check(self, limit_s: float = 0.0) -> None:
+    def check(self, limit_s: float = 0.0, *, most: int = MAX_ENDING) -> None:
         """Raises MustExit if more than `most` generations have not ended within limit_s."""
         with self._changed:
-            if not self._changed.wait_for(lambda: len(self._pending) <= self._most, limit_s):
+            if not self.wait(limit_s, most=most):
                 raise MustExit(
-                    f"{len(self._pending)} generations were abandoned and have not ended, more than {self._most}: this process must "
-                    f"exit ({'; '.join(self._pending.values())})"
+                    f"{len(self._pending)} generations were abandoned and have not ended, more than {most}: this process must exit "
+                    f"({'; '.join(self._pending.values())})"
                 )
 
-    def wait(self, limit_s: float) -> bool:
-        """Waits until all generations have ended. Returns False if some have not within limit_s."""
+    def wait(self, limit_s: float, *, most: int = 0) -> bool:
+        """Waits until at most `most` generations have not ended. Returns False if more have not within limit_s."""
         with self._changed:
-            return self._changed.wait_for(lambda: not self._pending, limit_s)
+            return self._changed.wait_for(lambda: len(self._pending) <= most, limit_s)
 
     def _end(self, end: Callable[[], object]) -> None:
         this = threading.current_thread()
@@ -461,8 +455,6 @@ class ProcessGroup(Collectives):
             forming.wait(self.rendezvous_s + GRACE_S)
             with self._lock:  # a second time, as it may have been cancelled meanwhile
                 engine = forming.wait(0.0)
-                if self._forming is not forming:
-                    raise RendezvousFailed(str(self._why_none))
                 self._generation, self._forming = Generation(engine, self.timeout_s), None
         except RendezvousFailed as error:
             with self._lock:
@@ -553,8 +545,7 @@ class ProcessGroup(Collectives):
     def shutdown(self, limit_s: float = 30.0) -> None:
         """Abandons the generation, and waits until all have ended. Raises MustExit if some have not within limit_s."""
         self.abandon("shut down")
-        if not self.reaper.wait(limit_s):
-            raise MustExit(f"{self.reaper.pending} generations have not ended after {limit_s:g} s")
+        self.reaper.check(limit_s, most=0)
 
     def abort(self) -> None:
         self.abandon("aborted")
