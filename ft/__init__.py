@@ -25,8 +25,8 @@ The lighthouse restarts? Steps go on (with quorum = "every_step" they wait), req
     settled.
     -> rpc/state_file.py:reserved, protocol/lighthouse.py:LighthouseMachine._adopt,
     protocol/lighthouse.py:LighthouseMachine._gives_way_to, protocol/group.py:GroupMachine._lighthouse_is_silent
-A second process of a live name? It is refused while the first was heard of in the last 2.5 s, retries for heartbeat_timeout_s, then
-    raises BadInput. If the first is silent, the second takes the name, and the first is lost: it asks again until the name is free.
+A second process of a live name? It is refused while the first was heard of in the last 2.5 s, retries for twice heartbeat_timeout_s,
+    then raises BadInput. If the first is silent, the second takes the name, and the first is lost: it asks again until the name is free.
     -> protocol/lighthouse.py:LighthouseMachine._take_name, rpc/clients.py:GroupClient.ask_quorum, protocol/group.py:GroupMachine._refused
 Which timeouts exist? Seven settings of [fault_tolerance], described in Timeouts; docs/operating.md (Timeouts) says what shorter and
     longer ones cause. Also the lighthouse's --join_timeout_ms, ManagerOptions.quorum_s, TORCHFT_CONNECT_TIMEOUT_SEC and, for ft.Manager,

@@ -575,7 +575,8 @@ class Manager:
             blame=self._blame,
         )
         try:
-            event = self.client.ask_quorum(call, self.quorum_s, self._config.times.heartbeat_timeout_s)
+            # twice: a killed process that cannot die keeps the name for heartbeat_timeout_s and two heartbeats (GroupService)
+            event = self.client.ask_quorum(call, self.quorum_s, 2 * self._config.times.heartbeat_timeout_s)
         except SettingsRefused as error:
             raise BadInput(f"group {self._config.name} cannot take part: {error}") from None
         if isinstance(event, m.Released):

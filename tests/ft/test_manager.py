@@ -471,6 +471,20 @@ def test_an_outcome_that_cannot_be_read_in_a_thread_is_the_trainers_error():
         made.groups.remove(others[0])
 
 
+def test_a_restarted_group_awaits_the_end_of_its_former_life():
+    """A killed trainer that cannot die, and with it its server, keeps the name for heartbeat_timeout_s, as of a heartbeat."""
+    waits_s: list[float] = []
+
+    class Notes(GroupClient):
+        def ask_quorum(self, call: m.RankCall, within_s: float | None, name_free_s: float) -> m.Event | None:
+            waits_s.append(name_free_s)
+            return super().ask_quorum(call, within_s, name_free_s)
+
+    with job(min_replicas=1) as made:
+        [rank] = finish(made.group("a", steps=1, make=partial(Manager, connect=Notes))[0])
+    assert waits_s and min(waits_s) > rank.times.heartbeat_timeout_s + 2 * m.MAX_BEAT_S
+
+
 def flips_a_bit(rank: Rank, step: int) -> None:
     """Flips a bit in the last weight of group a's rank 0, after step 3."""
     if step == 3 and (rank.name, rank.group_rank) == ("a", 0) and 4 not in rank.weights:
