@@ -66,6 +66,33 @@ def interfaces() -> dict[str, list[Address]]:
     return there
 
 
+def address_of(
+    host: str,
+    what: str,
+    resolve: Callable[[str], str],
+    patience_s: float,
+    *,
+    clock: Callable[[], float] = time.monotonic,
+    pause: Callable[[float], None] = time.sleep,
+) -> str:
+    """Returns `resolve(host)`, an address. Raises ConnectionError, which begins with `what`, if the name has none within `patience_s`: the
+    name server may be away, or not know it yet; ValueError for what cannot be a name."""
+    until_s, warned = clock() + patience_s, False
+    while True:
+        try:
+            return resolve(host).partition("%")[0]
+        except UnicodeError:
+            raise ValueError(f"{what}: there is no host {host}") from None
+        except socket.gaierror as error:
+            why = error.strerror
+        if clock() >= until_s:
+            raise ConnectionError(f"{what}: {host} has no address within {patience_s:g} s: {why}")
+        if not warned:
+            warned = True
+            log.warning("%s: %s has no address; waiting %g s for one: %s", what, host, patience_s, why)
+        pause(min(AGAIN_S, patience_s))
+
+
 def advertised(
     interface: str,
     lighthouse: str,
@@ -81,23 +108,14 @@ def advertised(
     are not loopback, then those of the address family of the lighthouse (IPv4 if that is a name). Raises ValueError, with the choices;
     ConnectionError if the lighthouse's name has no address within `patience_s`: the name server may be away, or not know it yet."""
     place = Endpoint.parse(lighthouse, "TORCHFT_LIGHTHOUSE")
-    until_s, warned = clock() + patience_s, False
-    while not interface:
+    if not interface:
+        what = f"TORCHFT_LIGHTHOUSE {place}"
         try:
-            return resolve(place.host).partition("%")[0]
-        except UnicodeError:
-            raise ValueError(f"TORCHFT_LIGHTHOUSE {place}: there is no host {place.host}") from None
-        except socket.gaierror as error:
-            no_address, why = f"TORCHFT_LIGHTHOUSE {place}: {place.host} has no address", error.strerror
+            return address_of(place.host, what, resolve, patience_s, clock=clock, pause=pause)
+        except ConnectionError:
+            raise
         except OSError:
-            words = _words(interfaces())
-            raise ValueError(f"TORCHFT_LIGHTHOUSE {place}: no interface of this machine leads there; {words}") from None
-        if clock() >= until_s:
-            raise ConnectionError(f"{no_address} within {patience_s:g} s: {why}")
-        if not warned:
-            warned = True
-            log.warning("%s; waiting %g s for one: %s", no_address, patience_s, why)
-        pause(min(AGAIN_S, patience_s))
+            raise ValueError(f"{what}: no interface of this machine leads there; {_words(interfaces())}") from None
     there = interfaces()
     try:
         network = ipaddress.ip_network(interface, strict=False)

@@ -38,7 +38,7 @@ from torch._C._distributed_c10d import Store, TCPStore
 from torch.futures import Future
 
 from ft import manager as core
-from ft.addresses import advertised
+from ft.addresses import address_of, advertised
 from ft.buckets import BufferPool, to_local
 from ft.compat.transports import HTTPTransport, PGTransport
 from ft.config import Environment, group_name
@@ -153,7 +153,9 @@ class Manager:
             group_rank=environment.group_rank if rank is None else rank,
             world_size=environment.world_size if world_size is None else world_size,
             lighthouse=lighthouse if "://" in lighthouse else f"http://{lighthouse}",
-            host=_resolve(hostname) if hostname else advertised(interface, lighthouse, patience_s=contact_s),
+            host=address_of(hostname, "hostname", _resolve, contact_s)
+            if hostname
+            else advertised(interface, lighthouse, patience_s=contact_s),
             access=Access(environment.token, insecure, environment.tls),
             times=times,
             restart_count=environment.restart_count,  # torchrun's store outlives restarts
@@ -516,12 +518,7 @@ def _check_reducible(pg: ProcessGroup, tensor: Tensor, *, quantized: bool = Fals
 
 
 def _resolve(hostname: str) -> str:
-    try:
-        return str(socket.getaddrinfo(hostname, None, type=socket.SOCK_STREAM)[0][4][0])
-    except (socket.gaierror, UnicodeError):
-        raise ValueError(
-            f"hostname = {hostname}: there is no such host; to choose an address of this machine, set interface instead"
-        ) from None
+    return str(socket.getaddrinfo(hostname, None, type=socket.SOCK_STREAM)[0][4][0])
 
 
 def _store(config: ReplicaGroupConfig, environment: Environment, address: str | None, port: int | None) -> Store | None:
