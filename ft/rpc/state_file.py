@@ -97,10 +97,6 @@ def try_to_write(path: Path) -> None:
     probe.unlink()
 
 
-def new_owner() -> str:
-    return uuid.uuid4().hex[:12]
-
-
 class Superseded(RuntimeError):
     """A different lighthouse continues from the state file: this one must not answer any more."""
 
@@ -108,7 +104,7 @@ class Superseded(RuntimeError):
 def acquire(path: Path, owner: str = "") -> str:
     """Acquires the file, before `read`; from then on no other lighthouse can write it. Returns the owner name, by default a new one. Raises
     OSError, perhaps after the name was written: who tries again gives the same name, so as not to take it for another's."""
-    owner = owner or new_owner()
+    owner = owner or uuid.uuid4().hex[:12]
     stamp = path.with_name(f"{path.name}.{owner}")
     try:
         try:
@@ -173,10 +169,10 @@ class StateFileWriter:
     def __init__(
         self, path: Path, owner: str = "", saved: m.PersistentState | None = None, *, trouble: str = ""
     ) -> None:
-        """`owner`: result of acquire. `saved`: contents of the file. `trouble`: why the file could not be acquired at the start; then
-        the first write acquires it, if its owner is still the same. Raises OSError."""
+        """`owner`: argument or result of acquire. `saved`: contents of the file. `trouble`: why the file could not be acquired at the
+        start; then the first write acquires it, if its owner is still the same. Raises OSError."""
         self.path, self._owner, self._written, self.trouble = path, owner, saved, trouble
-        self._before, self._claim = owner_of(path) if trouble else None, new_owner()
+        self._before = owner_of(path) if trouble else None
         self._over: Superseded | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="state-file")
         self._newest: m.PersistentState | None = None
@@ -187,9 +183,9 @@ class StateFileWriter:
     @classmethod
     def begin(cls, path: Path, *, recover: bool) -> tuple[StateFileWriter, m.PersistentState | None]:
         """Acquires the file and reads it. `recover`: a damaged file counts as none. Raises ValueError if it is unusable."""
-        owner, trouble, saved = "", "", None
+        owner, trouble, saved = uuid.uuid4().hex[:12], "", None
         try:
-            owner = cls.acquire_file(path)
+            cls.acquire_file(path, owner)
         except OSError as error:
             if error.errno not in PASSING:
                 raise ValueError(f"--state_file {path}: cannot be written: {error.strerror}") from None
@@ -260,9 +256,9 @@ class StateFileWriter:
     def _try(self, saved: m.PersistentState) -> bool:
         try:
             if self._before is not None:  # it could not be acquired at the start, so this is done now
-                # the claim is there already if an earlier try failed half-way
-                ours = owner_of(self.path) in (self._before, self._claim)
-                self._owner = self.acquire_file(self.path, self._claim) if ours else ""
+                # our name is there already if an earlier try failed half-way
+                if ours := owner_of(self.path) in (self._before, self._owner):
+                    self._owner = self.acquire_file(self.path, self._owner)
                 try:
                     there = read(self.path)
                 except ValueError:

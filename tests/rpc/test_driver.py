@@ -313,7 +313,7 @@ def test_who_has_taken_over_late_goes_on_after_one_more_disk_error(tmp_path: Pat
             return owner
 
     async def story() -> None:
-        state_writer = Writer(path, "", SAVED, trouble=str(READ_ONLY))
+        state_writer = Writer(path, "ours", SAVED, trouble=str(READ_ONLY))
         newer = replace(SAVED, last_id=SAVED.last_id + 5000)
         await (state_writer.keep(newer) or asyncio.sleep(0))
         assert not broken and state_file.read(path) == newer
@@ -330,7 +330,7 @@ def test_who_could_not_take_over_goes_on_from_no_file_that_was_anothers_since(tm
         state_file.write(path, SAVED, first := state_file.acquire(path))
 
         async def story(late: bool = late, first: str = first) -> None:
-            state_writer = state_file.StateFileWriter(path, "", SAVED, trouble=str(READ_ONLY))
+            state_writer = state_file.StateFileWriter(path, "ours", SAVED, trouble=str(READ_ONLY))
             other = first if late else state_file.acquire(path)
             state_file.write(path, replace(SAVED, last_id=9), other)
             with pytest.raises(state_file.Superseded):
