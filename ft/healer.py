@@ -90,11 +90,6 @@ class Healer:
         self._ended_quorum = max(self._ended_quorum, quorum_id)
         self.transport.end_offer(quorum_id, reason)
 
-    def fence(self) -> None:
-        """Returns when the state may change: joiners have received it, are served from a copy, or the offer is withdrawn."""
-        outcome = self.transport.fence()
-        log.debug("fence: %s", outcome.value)
-
     def fetch(self, quorum: m.QuorumResult) -> None:
         """Starts a thread that fetches the state into this rank's tensors, and reports HealEnded. Sources learn of a failure."""
         self.drop()

@@ -530,7 +530,7 @@ class Manager:
                         self._telemetry.difference(effect, quorum.members)
                     case m.Fence():  # blocks for heal_grace_s and a copy at most; reported with twice that limit, so that it is no stall
                         with self._telemetry.sends(2 * self._config.times.heal_grace_s):
-                            self.healer.fence()
+                            self.healer.transport.fence()
                     case m.HoldSums(step):
                         self.gradients.hold(step % STEPS_PER_BRANCH)
                         self._attempt_id = None

@@ -389,7 +389,7 @@ class Manager:
 
     def disallow_state_dict_read(self) -> None:
         """Returns when the state may change between two counted steps (LocalSGD): joiners have it or its copy, or heal again."""
-        self.core.healer.fence()
+        self.core.healer.transport.fence()
 
     def allow_state_dict_read(self) -> None:
         """Does nothing: the state is only read when a step begins."""

@@ -264,7 +264,7 @@ def test_an_offer_is_fenced_before_the_outer_weights_change_places():
     with torch.no_grad():
         for weights in model.parameters():
             weights += 1
-    manager.healer.fence.side_effect = lambda: at_the_fence.append([outer.clone() for outer in offered])
+    manager.healer.transport.fence.side_effect = lambda: at_the_fence.append([outer.clone() for outer in offered])
     with rounds.use_outer_weights():
         local = [local for fragment in rounds.fragments for local in fragment.local]
         assert all(map(torch.equal, local, agreed)) and not any(map(torch.equal, offered, agreed))
