@@ -458,12 +458,10 @@ class ProcessGroup(Collectives):
                 self._generation, self._forming = Generation(engine, self.timeout_s), None
         except RendezvousFailed as error:
             with self._lock:
-                is_abandoned = self._forming is not forming
-                if not is_abandoned:
+                if self._forming is forming:  # else it was abandoned
                     self._forming, self._why_none = None, error
-            if not is_abandoned:
-                forming.cancel("it failed")
-                self.reaper.take(forming.end, f"did not form: {error}")
+                    forming.cancel("it failed")
+                    self.reaper.take(forming.end, f"did not form: {error}")
             raise
 
     def _build(self, rendezvous: Rendezvous) -> Engine:
@@ -479,10 +477,9 @@ class ProcessGroup(Collectives):
             if forming is not None:
                 self._why_none = Abandoned(reason)
                 forming.cancel(reason)
+                self.reaper.take(forming.end, f"did not form: {reason}")
             if generation is not None:
                 self._why_none = generation.error or Abandoned(reason)
-        if forming is not None:
-            self.reaper.take(forming.end, f"did not form: {reason}")
         if generation is not None:
             generation.abandon(reason, self.reaper, then)
         elif then is not None:
