@@ -123,14 +123,13 @@ class HealServer:
     def close(self) -> None:
         """Ends all connections and threads. May be called twice."""
         with self._lock:
-            self._closed = True
-            connections = dict(self.connections)
+            self._closed, threads = True, [self._thread, *self.connections.values()]
+            for connection in self.connections:  # with the lock, as one that has ended may close its socket without it
+                connection.end()
         with contextlib.suppress(OSError):  # it is not connected, but this interrupts accept
             self.listener.shutdown(socket.SHUT_RDWR)
         self.listener.close()
-        for connection in connections:
-            connection.end()
-        for thread in [self._thread, *connections.values()]:
+        for thread in threads:
             thread.join(timeout=HEAD_S)
 
     def forget(self, connection: _Connection) -> None:
