@@ -103,7 +103,10 @@ class Optimizer(torch.optim.Optimizer):
         """Zeroes gradients and begins the step. The first call creates the optimizer's state, into which a joining group receives."""
         self.optim.zero_grad(set_to_none)
         if self._is_new:
-            init_optim_state(self.optim)
+            for one in getattr(
+                self.optim, "optimizers", [self.optim]
+            ):  # torchtitan's container has no state of its own
+                init_optim_state(one)
             self._is_new = False
         self.manager.start_quorum()
 

@@ -45,6 +45,34 @@ def test_the_optimizer_steps_only_if_the_step_holds():
         optimizer.step(lambda: 0.0)
 
 
+class Container(torch.optim.Optimizer):
+    """Several optimizers that step as one, each with its own state and rates: torchtitan's OptimizersContainer."""
+
+    def __init__(self, *optimizers: torch.optim.Optimizer) -> None:
+        self.optimizers = optimizers
+        super().__init__([p for one in optimizers for group in one.param_groups for p in group["params"]], {})
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for one in self.optimizers:
+            one.step()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        for one in self.optimizers:
+            one.zero_grad(set_to_none)
+
+
+def test_a_container_of_optimizers_begins_with_their_states():
+    model = nn.Linear(2, 2)
+    parts = [torch.optim.AdamW([p], lr=0.5, weight_decay=0.5) for p in model.parameters()]
+    optimizer, before = Optimizer(Mock(), Container(*parts)), [p.clone() for p in model.parameters()]  # type: ignore[arg-type]
+    optimizer.zero_grad()
+    for part, p, q in zip(parts, model.parameters(), before, strict=True):
+        assert torch.equal(p, q) and part.state[p]["step"] == 0 and part.param_groups[0]["lr"] == 0.5
+    model(torch.ones(2)).sum().backward()
+    optimizer.step()
+    assert all(part.state[p]["step"] == 1 for part, p in zip(parts, model.parameters(), strict=True))
+
+
 @dataclass
 class Output:
     loss: Tensor
