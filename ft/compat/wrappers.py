@@ -164,14 +164,8 @@ class DistributedSampler(_DistributedSampler[Any]):
             place = dist.get_rank() if in_group else 0
         _check("replica_rank", group, "num_replica_groups", num_replica_groups)
         _check("group_rank", place, "num_replicas", num_replicas)
-        super().__init__(
-            dataset,
-            num_replicas=num_replicas * num_replica_groups,
-            rank=place + num_replicas * group,
-            shuffle=shuffle,
-            seed=seed,
-            drop_last=drop_last,
-        )
+        self.global_rank, self.global_world_size = place + num_replicas * group, num_replicas * num_replica_groups
+        super().__init__(dataset, self.global_world_size, self.global_rank, shuffle, seed, drop_last)
 
 
 def _one_of(name: str, value: int | None, older: str, older_value: int | None) -> int | None:

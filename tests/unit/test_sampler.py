@@ -28,6 +28,7 @@ def draws(length: int, *, epoch: int = 0, **arguments: object) -> list[list[int]
             sampler.set_epoch(epoch)
             drawn.append(list(sampler))
             assert len(drawn[-1]) == len(sampler)
+            assert (sampler.global_rank, sampler.global_world_size) == (rank + RANKS * group, GROUPS * RANKS)
     return drawn
 
 
