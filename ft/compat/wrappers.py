@@ -103,9 +103,7 @@ class Optimizer(torch.optim.Optimizer):
         """Zeroes gradients and begins the step. The first call creates the optimizer's state, into which a joining group receives."""
         self.optim.zero_grad(set_to_none)
         if self._is_new:
-            for one in getattr(
-                self.optim, "optimizers", [self.optim]
-            ):  # torchtitan's container has no state of its own
+            for one in getattr(self.optim, "optimizers", [self.optim]):  # torchtitan's container has no own state
                 init_optim_state(one)
             self._is_new = False
         self.manager.start_quorum()
