@@ -422,14 +422,6 @@ class Gradients:
         overlapping memory, RuntimeError outside an attempt, after launch_remaining, during the last backward, or with separate slots."""
         if self._per_slot:
             raise RuntimeError("fault_tolerance.deterministic_reduce = true: supports only gradients, no other tensors")
-        if mean and not (tensor.is_floating_point() or tensor.is_complex()):
-            raise ValueError(f"the mean of a tensor of {tensor.dtype} is not supported: only of floating-point numbers")
-        if quantized and not tensor.is_floating_point():
-            raise ValueError(
-                f"a quantized sum of a tensor of {tensor.dtype}: supports only real floating-point numbers"
-            )
-        if torch._debug_has_internal_overlap(to_local(tensor)) == 1:  # torch's own check before it writes
-            raise ValueError(f"a tensor of shape {tuple(tensor.shape)} with overlapping memory: pass its clone()")
         with self._lock:
             attempt, after = self._attempt, self._step.after_last_backward
             if attempt is None or attempt.tail is not None or self._in_last_backward:

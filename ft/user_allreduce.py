@@ -36,7 +36,7 @@ class UserAllreduce:
     """One such all-reduce, over all attempts of a step. `work`: the user's; it never fails, and when it ends the tensor has the result, or
     on a failure its own values. `mean`: divide the sum by the participants. `keep`: keep the values for a retry. `repeat`: a retry may
     write the result. `after_buckets`: it was requested after the last backward. `quantized`, `feedback`: as in
-    CollectiveQueue.allreduce_quantized."""
+    CollectiveQueue.allreduce_quantized. Raises ValueError for a tensor that cannot have such a result."""
 
     def __init__(
         self,
@@ -50,6 +50,14 @@ class UserAllreduce:
         quantized: bool = False,
         feedback: ErrorFeedback | None = None,
     ) -> None:
+        if mean and not (tensor.is_floating_point() or tensor.is_complex()):
+            raise ValueError(f"the mean of a tensor of {tensor.dtype} is not supported: only of floating-point numbers")
+        if quantized and not tensor.is_floating_point():
+            raise ValueError(
+                f"a quantized sum of a tensor of {tensor.dtype}: supports only real floating-point numbers"
+            )
+        if torch._debug_has_internal_overlap(to_local(tensor)) == 1:  # torch's own check before it writes
+            raise ValueError(f"a tensor of shape {tuple(tensor.shape)} with overlapping memory: pass its clone()")
         self.after_buckets, self.quantized, self._feedback = after_buckets, quantized, feedback
         self._tensor = to_local(tensor.detach())
         self._buffers, self._mean, self._keep, self._repeat = buffers, mean, keep and repeat, repeat

@@ -127,6 +127,9 @@ def test_means_and_sums_before_and_after_the_backward(alone: Group):
     after = torch.tensor([7.0])
     assert manager.allreduce(after, reduce_op=dist.ReduceOp.SUM).wait()
     assert (before.item(), count.item(), after.item()) == (3.0, 5, 7.0)
+    for refused, message in ((count, r"torch\.int64"), (torch.ones(1).expand(4), "overlapping memory")):
+        with pytest.raises(ValueError, match=message):
+            manager.allreduce(refused)
     alone.optimizer.step()
     assert manager.current_step() == 1
     manager.start_quorum()

@@ -26,12 +26,12 @@ def test_a_mean_and_a_sum():
     assert works[0].get_future().value()[0] is tensors[0]
     for tensor, count in zip(tensors, counts, strict=True):
         assert tensor.tolist() == [1.5, 7.5] and count.tolist() == [6, 8]
+    with pytest.raises(ValueError, match=r"torch\.int64"):
+        team[0].gradients.all_reduce(counts[0])
     finish(team)
     assert tensors[0].tolist() == [1.5, 7.5]
     with pytest.raises(RuntimeError, match="inside a step, before its reduction is launched"):
         team[0].gradients.all_reduce(tensors[0])
-    with pytest.raises(ValueError, match=r"torch\.int64"):
-        team[0].gradients.all_reduce(counts[0])
 
 
 class FakeFuture:
