@@ -7,8 +7,10 @@ the step reduces them again. A failed attempt leaves the tensor unchanged; only 
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from contextlib import nullcontext
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -82,9 +84,15 @@ class UserAllreduce:
         return self._sum is not None
 
     def launch(
-        self, via: dist.ProcessGroup | CollectiveQueue, num_participants: int, *, contributes: bool
+        self,
+        via: dist.ProcessGroup | CollectiveQueue,
+        num_participants: int,
+        *,
+        contributes: bool,
+        opts: Sequence[Any] = (),
     ) -> dist.Work:
-        """Reduces the tensor's original values, or zeros. The first attempt ends `work`; `finish` writes a retry's result."""
+        """Reduces the tensor's original values, or zeros. The first attempt ends `work`; `finish` writes a retry's result. `opts`: of a
+        process group's allreduce, which adds up by default."""
         if self.work.is_completed():
             self.work.wait()  # the first attempt may have queued its write, and that of `_original`, on another stream
         self._sum, self._num_participants, self._written = self._buffers.take(self._tensor), num_participants, False
@@ -96,7 +104,7 @@ class UserAllreduce:
             assert isinstance(via, CollectiveQueue)
             reduction: dist.Work = via.allreduce_quantized(self._sum, self._feedback, contributes=contributes)
         else:
-            reduction = via.allreduce([self._sum])
+            reduction = via.allreduce([self._sum], *opts)
         if not self.work.is_completed():
             reduction.get_future().add_done_callback(lambda _: self._ended(reduction.exception() is None))
         return reduction

@@ -207,7 +207,7 @@ class Manager:
         self._body = False  # True: between start_quorum and should_commit
         self._used = False  # True: the body has sent something
         self._is_decided = True
-        self._commit: Commit | None = None  # of a decided step, until should_commit returns True for it
+        self._commit: Commit | None = None  # of a decided step, until the next begins
         self._slots = 0  # number of slots that this body computes; with none it sends zeros
         self._backward = ExitStack()  # has the context of core.last_backward during the backward
         self._user: Any = None  # functions that load and return the user's state
@@ -235,8 +235,7 @@ class Manager:
                     "step %d is committed, but should_commit was not called: was the optimizer's step left out?",
                     self.core.step,
                 )
-            self._commit = None
-        self._error, self.core.shrink_only = None, shrink_only
+        self._error, self._commit, self.core.shrink_only = None, None, shrink_only
         limit_s = self.core.quorum_s
         if timeout is not None:
             self.core.quorum_s = timeout.total_seconds()
@@ -258,8 +257,8 @@ class Manager:
             raise RuntimeError("should_commit without start_quorum")
         self._backward.close()  # still open if the last backward has raised
         self._decide()
-        commit, self._commit, self._body = self._commit, None, False
-        return commit is not None
+        self._body = False
+        return self._commit is not None
 
     def allreduce(
         self,
@@ -271,22 +270,23 @@ class Manager:
         repeat: bool = True,
     ) -> dist.Work:
         """Writes the mean (or the sum) over the groups that contribute into the tensor when the work ends. The work never fails: if the
-        reduction does, the tensor keeps its values until the step is retried, or should_commit returns False. Each group's body calls it
-        for the same tensors in the same order. `should_quantize`: reduce in int8 (quantized.py); rounding errors are lost, unless
-        `feedback` adds them to the next reduction. `repeat`: False if the result is copied, where a retry would not write: a failure then
-        drops the step in all groups. Raises ValueError for other reductions, for means of integers, and for a tensor on a device or of a
-        dtype that the process group cannot reduce."""
+        reduction does, the tensor keeps its values until the step is retried, or should_commit returns False. Each group calls it
+        for the same tensors in the same order, between two start_quorum. `should_quantize`: reduce in int8 (quantized.py); rounding errors
+        are lost, unless `feedback` adds them to the next reduction. `repeat`: False if the result is copied, where a retry would not write:
+        a failure then drops the step in all groups. Once the step is decided a failure affects only the tensor, and `reduce_op` may be any:
+        other reductions than AVG and SUM are over all groups. Raises ValueError for these before, for means of integers, and for a tensor
+        on a device or of a dtype that the process group cannot reduce."""
         op = reduction(reduce_op)
-        if op not in ("AVG", "SUM"):
+        if op not in ("AVG", "SUM") and not self._is_decided:
             raise ValueError(f"allreduce: reduce_op = {op}: must be AVG or SUM, because absent groups contribute zeros")
-        if not self._body:
+        if self.core.quorum is None:
             raise RuntimeError("allreduce without start_quorum")
         _check_reducible(self._pg, tensor, quantized=should_quantize)
         if self._is_decided and self._commit is None:  # others may be in the next body, with different reductions
             work = GroupWork("AllReduce", [tensor])
             work.end(None)
         elif self._is_decided:
-            work = self._reduce_late(tensor, mean=op == "AVG")
+            work = self._reduce_late(tensor, op)
         else:
             self._used = True
             work = self.core.gradients.all_reduce(
@@ -302,7 +302,7 @@ class Manager:
 
     def current_step(self) -> int:
         """Returns the number of committed steps. It changes in should_commit."""
-        return self.core.step - (self._commit is not None)
+        return self.core.step - (self._body and self._commit is not None)
 
     def batches_committed(self) -> int:
         """Returns the number of batches that are in the weights: in each step one for each group that contributed."""
@@ -479,10 +479,12 @@ class Manager:
             return f"reported: {self._error}"
         return ""
 
-    def _reduce_late(self, tensor: Tensor, *, mean: bool) -> GroupWork:
+    def _reduce_late(self, tensor: Tensor, op: str) -> GroupWork:
         """Reduces a tensor after the step was decided, without quantization: a failure affects only the tensor."""
-        user = UserAllreduce(tensor, self._late, mean=mean, keep=False, after_buckets=True)
-        reduction = user.launch(self._pg, self.num_participants(), contributes=self.is_participating())
+        user = UserAllreduce(tensor, self._late, mean=op == "AVG", keep=False, after_buckets=True)
+        other = [] if op in ("AVG", "SUM") else [getattr(dist.ReduceOp, op)]
+        contributes = bool(other) or self.is_participating()  # zeros would be wrong in a maximum
+        reduction = user.launch(self._pg, self.num_participants(), contributes=contributes, opts=other)
 
         def give_back(_: object) -> None:
             if reduction.exception() is None:

@@ -131,9 +131,14 @@ def test_means_and_sums_before_and_after_the_backward(alone: Group):
         with pytest.raises(ValueError, match=message):
             manager.allreduce(refused)
     alone.optimizer.step()
+    for op in (dist.ReduceOp.AVG, dist.ReduceOp.MAX):
+        assert manager.allreduce(after, reduce_op=op).wait() and after.item() == 7.0
     assert manager.current_step() == 1
     manager.start_quorum()
     assert manager.allreduce(torch.ones(1)).get_future().wait()[0].item() == 1.0
+    manager.report_error(RuntimeError("injected failure"))
+    assert not manager.should_commit() and manager.current_step() == 1
+    assert manager.allreduce(after).wait() and after.item() == 7.0, "of a dropped step nothing is sent"
 
 
 @pytest.mark.parametrize(

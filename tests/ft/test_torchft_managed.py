@@ -12,7 +12,7 @@ import torch.distributed as dist
 from ft import ManagedProcessGroup, ProcessGroupGloo, WorldSizeMode
 from ft.checkpointing import HTTPTransport, PGTransport
 from ft.healing.pg_transport import PgTransport
-from ft.seam import BadInput
+from ft.seam import BadInput, GroupEnded
 from tests.ft.torchft_groups import Group, job, moves
 from tests.waiting import in_time
 
@@ -47,6 +47,35 @@ def test_a_copied_result_is_never_that_of_a_failed_reduction():
         made.join()
         for group in (a, b):
             assert group.refused == died_at and moves(group)[died_at[0]] == (A + B) / 2
+
+
+def test_losses_are_reduced_between_two_steps():
+    """As torchtitan's trainer does after the optimizer's step. c dies where the others reduce, which costs neither of them a step."""
+    logged: dict[str, dict[int, list[float]]] = {"a": {}, "b": {}, "c": {}}
+    died_at: list[int] = []
+
+    def at(group: Group) -> None:
+        managed, step = ManagedProcessGroup(group.manager), group.manager.current_step()
+        if step == 0:
+            return None
+        if group.name == "c" and managed.size() == 3:
+            died_at.append(step)
+            a.steps = b.steps = step + 3
+            return group.kill(a, b)
+        values = [torch.tensor([group.value]) for _ in range(3)]
+        for value, op in zip(values, (dist.ReduceOp.AVG, dist.ReduceOp.SUM, dist.ReduceOp.MAX), strict=True):
+            dist.all_reduce(value, op=op, group=managed)
+        logged[group.name][step] = [value.item() for value in values]
+
+    with job(min_replicas=2) as made:
+        more: dict[str, Any] = {"at": at, "arguments": {"init_sync": False}}
+        a, b = made.group("a", A, FOR_EVER, **more), made.group("b", B, FOR_EVER, **more)
+        c = made.group("c", C, FOR_EVER, **more)
+        made.join()
+        [step] = died_at
+        assert isinstance(c.error, GroupEnded) and a.refused == b.refused == []
+        assert logged["a"][step] == [A] * 3 and logged["b"][step] == [B] * 3, "each keeps its own"
+        assert logged["a"][step + 2] == logged["b"][step + 2] == [(A + B) / 2, A + B, B]
 
 
 def test_groups_heal_as_their_program_says():
