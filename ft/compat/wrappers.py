@@ -39,14 +39,14 @@ class DistributedDataParallel(nn.Module):
             log.warning("DistributedDataParallel: %s: no effect, as buckets are the Manager's", ", ".join(kwargs))
         self.module = module
         self._manager = manager
-        self._reduces = True
+        self.require_backward_grad_sync = True  # torch's name
         self._in_backward = False
         manager.attach([module])
 
     def forward(self, *inputs: Any, **more: Any) -> Any:
         outputs = self.module(*inputs, **more)
         self._in_backward = False  # a backward that raised has not reset it
-        if self._reduces and torch.is_grad_enabled():
+        if self.require_backward_grad_sync and torch.is_grad_enabled():
             for tensor in tensors_in(outputs):
                 if tensor.requires_grad:
                     tensor.register_hook(self._backward_reached)
@@ -55,11 +55,11 @@ class DistributedDataParallel(nn.Module):
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Context for forward and backward of all microbatches except for the last: gradients are only accumulated in this group."""
-        before, self._reduces = self._reduces, False
+        before, self.require_backward_grad_sync = self.require_backward_grad_sync, False
         try:
             yield
         finally:
-            self._reduces = before
+            self.require_backward_grad_sync = before
 
     def _backward_reached(self, gradient: Tensor) -> None:
         """Hook of every output: the first that the backward reaches begins to send gradients."""
