@@ -22,9 +22,9 @@ class ProcessGroupDummy(ProcessGroup):
 
     KIND, DEVICE = "ft_dummy", ""
 
-    def __init__(self, rank: int = 0, size: int = 1) -> None:
+    def __init__(self, rank: int = 0, world: int = 1) -> None:
         super().__init__()
-        self.configure("localhost:1/dummy", rank, size)
+        self.configure("localhost:1/dummy", rank, world)
 
     def _build(self, rendezvous: Rendezvous) -> Engine:
         return _Alone()
@@ -52,11 +52,11 @@ class _Alone:
 class ErrorSwallowingProcessGroup(Collectives):
     """A process group whose works always succeed: after a failure the values are undefined, and `errored` has the cause, to be checked."""
 
-    def __init__(self, group: ProcessGroup) -> None:
+    def __init__(self, pg: ProcessGroup) -> None:
         super().__init__(0, 1)  # type: ignore[call-arg]  # missing in the stubs
-        self._group = group
+        self._group = pg
         self._error: Exception | None = None
-        self.rank, self.size, self.getBackendName = group.rank, group.size, group.getBackendName  # type: ignore[method-assign]
+        self.rank, self.size, self.getBackendName = pg.rank, pg.size, pg.getBackendName  # type: ignore[method-assign]
 
     def configure(self, store: str, rank: int, size: int) -> None:
         self._error = None
@@ -70,6 +70,8 @@ class ErrorSwallowingProcessGroup(Collectives):
 
     def errored(self) -> Exception | None:
         return self._error or self._group.errored()
+
+    error = errored  # torchft's name
 
     def report_error(self, e: Exception) -> None:
         """Records a failure from elsewhere: later operations do nothing."""

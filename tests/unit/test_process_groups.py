@@ -610,9 +610,10 @@ def test_torch_has_what_memory_of_a_gpu_is_shared_by():
 
 
 def test_a_dummy_ends_everything_at_once():
-    group = ProcessGroupDummy(rank=0, size=2)
+    group = ProcessGroupDummy(rank=0, world=2)
     value = torch.arange(4.0)
     assert group.allreduce([value]).wait() and value.tolist() == [0, 1, 2, 3]
+    assert group.broadcast_one(value, root=0).wait() and value.tolist() == [0, 1, 2, 3]
     gathered = [torch.zeros(4), torch.zeros(4)]
     group.allgather([gathered], [value]).wait()
     assert all(part.equal(value) for part in gathered)
@@ -772,9 +773,10 @@ def test_too_many_that_do_not_end_and_no_more_are_formed():
 
 def test_errors_are_swallowed_and_remembered():
     inner = ProcessGroupDummy()
-    group = ErrorSwallowingProcessGroup(inner)
-    assert group.allreduce([torch.zeros(1)]).wait() and group.errored() is None
+    group = ErrorSwallowingProcessGroup(pg=inner)
+    assert group.allreduce([torch.zeros(1)]).wait() and group.errored() is group.error() is None
     group.report_error(e=RuntimeError("seen elsewhere"))
+    assert group.error() is group.errored()
     assert group.allreduce([torch.zeros(1)]).wait() and "seen elsewhere" in str(group.errored())
     group.configure("localhost:1/x", 0, 1)
     assert group.errored() is None
