@@ -73,6 +73,18 @@ def test_a_container_of_optimizers_begins_with_their_states():
     assert all(part.state[p]["step"] == 1 for part, p in zip(parts, model.parameters(), strict=True))
 
 
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_scaled_loss_makes_the_same_step(fused: bool):
+    model = nn.Linear(2, 2, bias=False)
+    nn.init.zeros_(model.weight)
+    optimizer = Optimizer(Mock(), torch.optim.SGD(model.parameters(), lr=0.5, fused=fused))  # type: ignore[arg-type]
+    scaler = torch.amp.GradScaler("cpu")
+    optimizer.zero_grad()
+    scaler.scale(model(torch.ones(2)).sum()).backward()
+    scaler.step(optimizer)
+    assert model.weight.tolist() == [[-0.5] * 2] * 2
+
+
 @dataclass
 class Output:
     loss: Tensor
