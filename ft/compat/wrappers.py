@@ -92,9 +92,7 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 class Optimizer(torch.optim.Optimizer):
     """Begins a step in zero_grad, and steps only if it is committed. Has the wrapped optimizer's attributes. Closures are unsupported."""
 
-    _step_supports_amp_scaling = (
-        False  # GradScaler unscales the gradients: it sets a fused optimizer's scale on this object
-    )
+    _step_supports_amp_scaling = False  # GradScaler would set a fused optimizer's scale on this object
 
     def __init__(self, manager: Manager, optim: torch.optim.Optimizer) -> None:
         # without torch's constructor, as all state is the wrapped optimizer's
