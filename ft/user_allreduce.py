@@ -7,7 +7,6 @@ the step reduces them again. A failed attempt leaves the tensor unchanged; only 
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
 from contextlib import nullcontext
 from datetime import timedelta
 from typing import Any
@@ -84,15 +83,10 @@ class UserAllreduce:
         return self._sum is not None
 
     def launch(
-        self,
-        via: dist.ProcessGroup | CollectiveQueue,
-        num_participants: int,
-        *,
-        contributes: bool,
-        opts: Sequence[Any] = (),
+        self, via: dist.ProcessGroup | CollectiveQueue, num_participants: int, *, contributes: bool, opts: Any = ()
     ) -> dist.Work:
-        """Reduces the tensor's original values, or zeros. The first attempt ends `work`; `finish` writes a retry's result. `opts`: of a
-        process group's allreduce, which adds up by default."""
+        """Reduces the tensor's original values, or zeros. The first attempt ends `work`; `finish` writes a retry's result. `opts`: further
+        arguments of a process group's allreduce, which adds up by default."""
         if self.work.is_completed():
             self.work.wait()  # the first attempt may have queued its write, and that of `_original`, on another stream
         self._sum, self._num_participants, self._written = self._buffers.take(self._tensor), num_participants, False
