@@ -60,7 +60,7 @@ class Config(qwen3.Config):
         if self.experts_per_token == 1 and self.normalize_weights:
             raise ValueError(
                 "model.experts_per_token = 1: with model.normalize_weights = true every weight is 1, and the router has no gradient; "
-                "nearest: 2, or model.normalize_weights = false"
+                f"nearest: {'2, or ' if self.n_experts > 1 else ''}model.normalize_weights = false"
             )
         if self.dense_layers >= self.n_layers:
             raise ValueError(

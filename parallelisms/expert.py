@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from functools import partial
-from math import gcd
 from typing import Any, cast
 
 import torch
@@ -17,7 +16,7 @@ from torch.autograd import Function
 from torch.distributed.device_mesh import DeviceMesh
 
 from models import ops
-from models.contract import Experts, Model, Router, nearest_divisors
+from models.contract import Experts, Model, Router, nearest
 from parallelisms.mesh import CP, EP, TP, ParallelDims, ParallelismConfig
 
 
@@ -93,29 +92,30 @@ def check_experts(model: Model, degrees: ParallelDims, config: ParallelismConfig
         raise ValueError(f"{cause}{type(model).__name__} has no experts; nearest: 1")
     if ranks % degree:
         raise ValueError(
-            f"{cause}must divide the {ranks} ranks of dp_shard x cp x tp; nearest: {nearest_divisors(ranks, degree)}"
+            f"{cause}must divide the {ranks} ranks of dp_shard x cp x tp; nearest: {_nearest(degree, experts, ranks)}"
         )
     for name, module in experts:
         for leaf, parameter in module.named_parameters(recurse=False):
             count, rows = parameter.shape[:2]
             if count % degree:
                 raise ValueError(
-                    f"{cause}must divide the {count} experts of {name}; nearest: {nearest_divisors(gcd(count, ranks), degree)}"
+                    f"{cause}must divide the {count} experts of {name}; nearest: {_nearest(degree, experts, ranks)}"
                 )
             shards = ranks // degree
             if count // degree % shards and rows % shards:
                 raise ValueError(
                     f"{cause}{name}.{leaf} {list(parameter.shape)} has neither {degree} x {shards} experts nor rows divisible by {shards} "
-                    f"shards; nearest: {_legal_degrees(experts, ranks) or f'widths of experts in multiples of {shards}'}"
+                    f"shards; nearest: {_nearest(degree, experts, ranks, wide=degree)}"
                 )
 
 
-def _legal_degrees(experts: Iterable[tuple[str, Experts]], ranks: int) -> str:
-    """Returns the degrees of expert parallelism that divide all experts over that many ranks: "1 or 4"; "": none."""
+def _nearest(degree: int, experts: Iterable[tuple[str, Experts]], ranks: int, *, wide: int = 1) -> str:
+    """Returns the degrees nearest to `degree` that divide all experts over that many ranks: "1 or 4"; without one, widths for `wide`."""
     shapes = [parameter.shape for _, module in experts for parameter in module.parameters(recurse=False)]
-    return " or ".join(
-        str(degree)
-        for degree in range(1, ranks + 1)
-        if ranks % degree == 0
-        and all(s[0] % degree == 0 and (s[0] % ranks == 0 or s[1] % (ranks // degree) == 0) for s in shapes)
+    legal = (
+        other
+        for other in range(1, ranks + 1)
+        if ranks % other == 0
+        and all(s[0] % other == 0 and (s[0] % ranks == 0 or s[1] % (ranks // other) == 0) for s in shapes)
     )
+    return nearest(degree, legal) or f"{wide}, with widths of model and experts in multiples of {ranks // wide}"
