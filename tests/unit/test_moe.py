@@ -187,7 +187,7 @@ def test_sizes_that_do_not_fit_are_refused(change: dict[str, int], message: str)
             {"expert_parallel_degree": 4},
             "= 4: must divide the 6 experts of layers.1.feed_forward.experts; nearest: 2",
         ),
-        (4, {"expert_parallel_degree": 3}, "= 3: must divide the 4 ranks of dp_shard x cp x tp; nearest: 2 or 4"),
+        (4, {"expert_parallel_degree": 3}, "= 3: must divide the 4 ranks of dp_shard x cp x tp; nearest: 2"),
         (
             4,
             {"expert_parallel_degree": 4, "data_parallel_replicate_degree": 4},
