@@ -531,11 +531,11 @@ def _check_contract_and_layout(config: RunConfig, model: Model, world_size: int)
 
         check_experts(model, degrees(config.parallelism, world_size), config.parallelism)
     if config.parallelism.context_parallel_degree > 1:
-        from parallelisms.context import attentions
+        from parallelisms.context import check_attentions
 
         if "positions" not in signature(model.forward).parameters:
             raise ValueError(
                 f"parallelism.context_parallel_degree = {config.parallelism.context_parallel_degree}: the forward of model.name = "
                 f'"{config.model.name}" takes no positions (models/contract.py); nearest: 1'
             )
-        attentions(model, config.parallelism.context_parallel_degree)
+        check_attentions(model, config.parallelism.context_parallel_degree)

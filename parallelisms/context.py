@@ -52,6 +52,16 @@ def attentions(part: Model, degree: int) -> list[Any]:
     return found
 
 
+def check_attentions(model: Model, degree: int) -> None:
+    """Raises ValueError as `attentions` does, and for an attention that context parallelism would change."""
+    for module in attentions(model, degree):
+        if module.attend is not ops.causal_attention:
+            raise ValueError(
+                f"parallelism.context_parallel_degree = {degree}: {type(module).__name__} has a `self.attend` of its own, in whose place "
+                "context parallelism puts causal attention; a window can be given as document_starts (models/contract.py); nearest: 1"
+            )
+
+
 def pieces_of_ranks(cp: int, load_balancer: str) -> list[list[int]]:
     """Returns the indices of each rank's pieces of a sequence, which have equal lengths. The cost of a causal query is proportional to
     the tokens before it, so "headtail" balances the work: rank r has piece r from the head and 2 cp - 1 - r from the tail. "none": r."""

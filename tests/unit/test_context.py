@@ -8,7 +8,7 @@ from torch import nn
 
 from models import llama
 from models.contract import Model
-from parallelisms.context import attentions, pieces_of_ranks, positions
+from parallelisms.context import attentions, check_attentions, pieces_of_ranks, positions
 
 BALANCERS = pytest.mark.parametrize("load_balancer", ["headtail", "none"])
 
@@ -52,3 +52,15 @@ def test_a_model_without_attend_is_refused_by_name() -> None:
         ValueError, match=r"^parallelism\.context_parallel_degree = 2: Opaque computes attention without"
     ):
         attentions(Opaque(1), 2)
+
+
+def test_an_attention_that_would_be_lost_is_refused_by_name() -> None:
+    """Context parallelism puts causal attention in the place of a window."""
+    model = llama.build(llama.Config(dim=8, n_layers=2, n_heads=2, n_kv_heads=1), vocab_size=7, max_seq_len=8)
+    model.layers["1"].attention.attend = lambda q, k, v, document_starts=None: v
+    assert len(attentions(model, 2)) == 2
+    with pytest.raises(
+        ValueError, match=r"^parallelism\.context_parallel_degree = 2: Attention has a `self\.attend` of"
+    ):
+        check_attentions(model, 2)
+    check_attentions(llama.build(model.config, vocab_size=7, max_seq_len=8), 2)
