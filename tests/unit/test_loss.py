@@ -8,14 +8,17 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from parallelisms.execution import CompileConfig
 from parallelisms.loss import head_loss
-from training.loss import IGNORED, cross_entropy_sum
+from training.loss import IGNORED, CrossEntropySum, cross_entropy_sum
 
 B, T, C, V = 3, 11, 8, 61
 ROUNDING = {torch.float32: 2e-6, torch.bfloat16: 1.5e-2}  # relative error of a whole tensor, in its norm
@@ -216,3 +219,23 @@ def test_logits_of_different_parts_may_differ_widely() -> None:
     logits = torch.tensor([[[0.0, 1.0, 500.0, -500.0]]])
     for loss in by_parts(logits, torch.tensor([[0]]), [2]):
         assert loss == 500.0
+
+
+class Doubled(CrossEntropySum):
+    """A loss of a fork, which says nothing of parts of the vocabulary."""
+
+    def __call__(self, logits: Tensor, labels: Tensor) -> Tensor:
+        return 2 * super().__call__(logits, labels)
+
+
+def test_a_subclass_that_changes_the_formula_has_it_under_tensor_parallelism_too() -> None:
+    h, weight, labels = batch()
+    whole = at_head(chunk_tokens=0)(h, weight, labels)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        sharded = DTensor.from_local(weight, mesh, [Shard(0)], run_check=False)
+        for loss, factor in ((cross_entropy_sum, 1), (Doubled(), 2)):
+            torch.testing.assert_close(at_head(loss, chunk_tokens=0)(h, sharded, labels), factor * whole)
+    finally:
+        dist.destroy_process_group()
