@@ -216,7 +216,8 @@ def build_optimizer(
 def check_patterns(config: OptimizerConfig, model: nn.Module) -> None:
     """Raises ValueError for a pattern that matches no parameter that the optimizer steps: a typo would otherwise go unnoticed."""
     own = getattr(model, "own_updates", {})
-    names = [name for name, _ in model.named_parameters() if not any(fnmatch.fnmatchcase(name, each) for each in own)]
+    trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    names = [name for name in trained if not any(fnmatch.fnmatchcase(name, each) for each in own)]
     for index, group in enumerate(config.groups):
         if not fnmatch.filter(names, group.pattern):
             kinds = sorted({".".join("*" if part.isdigit() else part for part in name.split(".")) for name in names})
@@ -244,14 +245,14 @@ def gradient_norm(parameters: Iterable[nn.Parameter], loss: float | None = None)
     """Returns the L2 norm of the whole gradient, an fp32 scalar on the device, the same on every rank, without a host sync. Each rank adds
     the squares of its shards; of ranks with the same shard only the first one does, so that each element counts once. With `loss`, whose
     last bits may differ between ranks, it returns [norm, the loss of rank 0]."""
-    sharded = cast("list[DTensor]", list(parameters))  # parallelize() makes every parameter one
-    device = sharded[0].device_mesh.device_type  # whose backend all-reduces
-    sharded = [p for p in sharded if p.grad is not None]  # none on a rank whose stages of the pipeline are frozen
-    gradients = [cast("DTensor", p.grad).to_local() for p in sharded]
-    norms = torch._foreach_norm(gradients, 2, dtype=torch.float32) if gradients else []
-    owned = []
-    for norm, parameter in zip(norms, sharded, strict=True):
-        coordinate = parameter.device_mesh.get_coordinate()
+    everything = [cast("DTensor", p) for p in parameters]  # parallelize() makes every parameter one
+    trained = [p for p in everything if p.grad is not None]  # none on a pipeline rank whose stages are frozen
+    gradients = [cast("DTensor", p.grad).to_local() for p in trained]
+    norms = torch._foreach_norm(gradients, 2, dtype=torch.float32) if gradients else ()
+    owned, device = [], everything[0].device_mesh.device_type if everything else "cpu"  # whose backend all-reduces
+    for norm, parameter in zip(norms, trained, strict=True):
+        mesh = parameter.device_mesh
+        coordinate = mesh.get_coordinate()
         assert coordinate is not None
         # The first rank on every axis that replicates the parameter: no earlier rank has the same shard.
         if all(here == 0 for here, kind in zip(coordinate, parameter.placements, strict=True) if kind.is_replicate()):

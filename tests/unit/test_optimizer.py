@@ -204,3 +204,20 @@ def test_a_pattern_that_matches_nothing_is_refused():
         match=r'optimizer.groups\[0\].pattern = "\*bias": matches no parameter that the optimizer steps; the names are layers.\*.weight',
     ):
         check_patterns(OptimizerConfig(groups=(ParameterGroup("*bias"),)), made)
+
+
+def test_a_pattern_that_matches_only_frozen_parameters_is_refused():
+    made = model()
+    made.norm.weight.requires_grad_(False)
+    with pytest.raises(ValueError, match=r"optimizer.groups\[0\].pattern = .*; the names are layers.\*.weight$"):
+        check_patterns(OptimizerConfig(groups=GROUPS), made)
+
+
+@pytest.mark.parametrize("implementation", ["fused", "foreach"])
+def test_a_rank_whose_parameters_are_all_frozen_takes_part_in_a_step(ranks, implementation: Any):
+    """A stage of a pipeline may be frozen as a whole; its rank has the norm of the others."""
+    part = distribute_module(model().requires_grad_(False), ranks)
+    config, schedule = OptimizerConfig(implementation=implementation), LRSchedulerConfig(0, decay_ratio=0.0)
+    parameters, training = list(part.parameters()), TrainingConfig()
+    step = OptimizerStep(build_optimizer(config, [part]), parameters, config, schedule, training, Progress())
+    assert step.step(0, 8.0) == Update(0.0, config.lr)
