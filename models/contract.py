@@ -219,10 +219,32 @@ def check_contract(model: nn.Module, name: str) -> None:
             for key in ("init_weights", "flops_per_token")
         ),
         *((value.ndim > 0, f"{key} has no dim to shard; make it [1]") for key, value in model.named_parameters()),
+        (any(p.requires_grad for p in model.parameters()), "no parameter requires a gradient"),
+        *(
+            (
+                _unit(one) == _unit(other),
+                f"{one} is {other}, which FSDP gathers apart; only modules of a block may share",
+            )
+            for one, other in shared_parameters(model)
+        ),
     ]
     for holds, problem in found:
         if not holds:
             raise ValueError(f'model.name = "{name}": {problem} (models/contract.py)')
+
+
+def shared_parameters(model: Model) -> list[tuple[str, str]]:
+    """Returns pairs of names of one parameter, each with the first name, except for that of embedding and head with `tied`."""
+    named, first = model.named_parameters(remove_duplicate=False), dict[int, str]()
+    pairs = [(name, first.setdefault(id(parameter), name)) for name, parameter in named]
+    tied = {"output.weight", "tok_embeddings.weight"} if model.tied else {""}
+    return [pair for pair in pairs if pair[0] != pair[1] and {*pair} != tied]
+
+
+def _unit(name: str) -> str:
+    """Returns the group of fsdp_param_groups (parallelisms/fsdp.py) of a parameter."""
+    first = name.split(".")[0]
+    return ".".join(name.split(".")[:2]) if first == "layers" else "ends" if first in ("norm", "output") else first
 
 
 def model_line(error: Exception) -> str:

@@ -32,7 +32,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from models.contract import Experts, Head, Model
+from models.contract import Experts, Head, Model, shared_parameters
 from parallelisms.fsdp import shard_dim
 from parallelisms.mesh import ParallelDims
 
@@ -99,10 +99,13 @@ _KINDS: dict[str, tuple[ParallelStyle, type[nn.Module], int | None]] = {
 def apply_tensor_parallel(part: Model, mesh: DeviceMesh, *, overlap: bool) -> None:
     """Shards the modules of `part`, a model or pipeline stage on the meta device, over the tp axis `mesh`. `overlap`: the compiler may fuse
     matmuls with adjacent collectives (Wang et al. 2023, doi 10.1145/3567955.3567959); raises RuntimeError without peer access."""
+    frozen = [name for name, parameter in part.named_parameters() if not parameter.requires_grad]
     for name, module in list(part.named_modules()):
         for _, kind in _entries(part, name):
             style, _, _ = _KINDS[kind]
             parallelize_module(module, mesh, style, src_data_rank=None)  # meta tensors have no values to broadcast
+    for name in frozen:  # torch's styles, and those here, make new parameters, most of which would be trained
+        part.get_parameter(name).requires_grad_(False)
     missing = [
         name
         for name, module in part.named_modules()
@@ -130,6 +133,11 @@ def check_plan(model: Model, degrees: ParallelDims) -> None:
     cause = f"parallelism.tensor_parallel_degree = {degrees.tp}: "
     plan = f"the tp_plan of {type(model).__module__} "
     unused = set(model.tp_plan)
+    if type(model).tie_weights is Model.tie_weights:
+        for one, other in shared_parameters(model):
+            raise ValueError(
+                f"{cause}{one} is {other}, and would be a parameter of its own: tie_weights must join them again"
+            )
     for name, module in model.named_modules():
         entries, parameters = _entries(model, name), dict(module.named_parameters(recurse=False))
         unused.difference_update(pattern for pattern, _ in entries)
