@@ -350,7 +350,8 @@ class Run(Components):
 class SemiSyncRun(Run):
     """A run whose group makes optimizer steps by itself and synchronises with the others every inner_steps (ft/semi_sync_manager.py)."""
 
-    HEALED_STATES = ()  # the manager transfers the weights; the optimizer state is each group's own
+    # the manager transfers the weights; the optimizer state is each group's own
+    UNHEALED_STATES = (*Run.UNHEALED_STATES, "model", "optimizer", "outer_optimizer", "local_model")
     manager: SemiSyncManager
     inner_update = Update(0.0, 0.0)  # of the last inner step; a healing group makes none
 

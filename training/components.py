@@ -62,8 +62,8 @@ TRACES = "comm_traces"  # the flight recorder's files, in the folder of the run 
 class Components:
     """Builds the components of one rank, in the order in which they depend on each other; train.Run is the loop over them."""
 
-    # healed states of the model and the optimizer, of which SemiSyncRun has none; `build_checkpointer` adds the others
-    HEALED_STATES: tuple[str, ...] = ("model", "optimizer")
+    # entries of `checkpoint_states` that a joining group does not receive; it gets the ledger with the manager's own state
+    UNHEALED_STATES: tuple[str, ...] = ("ledger", "loader")
 
     def __init__(
         self,
@@ -224,7 +224,8 @@ class Components:
         self.signals.on_stop_request(self.manager.want_to_leave)
 
     def checkpoint_states(self, rows: MetricsWriter) -> dict[str, Stateful]:
-        """Returns the states that a checkpoint contains, by their names in it, which are part of its format:
+        """Returns the states that a checkpoint contains, by their names in it, which are part of its format. A joining group receives all
+        but UNHEALED_STATES; `reset` brings them back to step 0:
 
         model, optimizer   weights and buffers; the optimizer's state and parameter groups
         outer_optimizer    with a semi_sync_method: state of its outer optimizer, and
@@ -291,9 +292,8 @@ class Components:
         config, folder, shared = self.config, self.config.run_folder, self.config.fault_tolerance.enable
         is_rank0 = self.world.global_rank == 0
         states = self.checkpoint_states(writer)
-        for name in (*self.HEALED_STATES, TOKENS_STATE, "data", EMA_STATE, SPIKES_STATE, ROWS_STATE):
-            if name in states:
-                self.manager.register_state(name, states[name].state_dict, states[name].load_state_dict)
+        for name in [name for name in states if name not in self.UNHEALED_STATES]:
+            self.manager.register_state(name, states[name].state_dict, states[name].load_state_dict)
         # only rank 0 has rows; DCP saves one of several entries with the same name, which could be an empty one
         checkpointed = {name: state for name, state in states.items() if is_rank0 or name != ROWS_STATE}
         lease = WriterLease(folder, lambda: self.manager.writer_quorum) if shared else None
