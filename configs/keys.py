@@ -3,7 +3,7 @@
 A section is a frozen dataclass next to the code that uses it. A field is Annotated[type, help with its unit, bounds ...]; the type is bool,
 int, float, str, Literal, a dataclass (a nested table), or tuple[X, ...] of one of these (a list, a list of tables).
 
-A setting that changes the result is also listed in configs/saved.py: else it may differ between launches and groups unnoticed."""
+A new key must be equal in all replica groups, and may change in a run if resume.allow names it, unless configs/saved.py lists it."""
 
 from __future__ import annotations
 

@@ -32,9 +32,16 @@ LOCAL_BATCH = "training.local_batch_size"
 # rule: if resume.allow names it; what an older state lacks for it begins anew (EMA, spike window)
 # groups: always, as length and layout
 # free: always, and groups may differ in it
+# A key that has no prefix here is one that a fork has added, and may change the result.
 Change = Literal["never", "order", "rule", "groups", "free"]
+_FREE = (
+    *("job.", "activation_checkpoint.", "compile.", "checkpoint.", "resume.", "validation.", "metrics.", "profiling."),
+    *("comm.", "sample.", "training.deterministic", "training.mixed_precision_", "training.loss_chunk_tokens"),
+    *("training.enable_cpu_offload", "training.gc_freq", "training.dataloader."),
+)
 _CHANGES: dict[str, Change] = {
-    "": "free",
+    "": "rule",
+    **dict.fromkeys(_FREE, "free"),
     "model.": "never",
     "optimizer.": "rule",
     "optimizer.name": "never",

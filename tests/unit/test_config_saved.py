@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
+from typing import Annotated
 
 import pytest
 
@@ -12,7 +13,8 @@ from configs.check import check_settings
 from configs.errors import ConfigError
 from configs.load import load, section_types
 from configs.saved import CONFIG_FILE, check_saved, save, shared_setting_digests, to_toml
-from configs.schema import RunConfig
+from configs.schema import JobConfig, RunConfig
+from training.config import ResumeConfig, TrainingConfig
 from training.optimizer import ParameterGroup
 
 TOML = """\
@@ -222,6 +224,39 @@ def test_what_leaves_the_run_the_same_may_change(tmp_path: Path, changed: str) -
 def test_groups_share_what_their_weights_depend_on(tmp_path: Path, changed: str, is_shared: bool) -> None:
     differs = shared_setting_digests(configure(tmp_path, changed)) != shared_setting_digests(configure(tmp_path))
     assert differs == is_shared
+
+
+@dataclass(frozen=True)
+class Curriculum:
+    """[curriculum]: a section of a fork."""
+
+    begin: Annotated[float, "factor of the loss at step 0", "> 0"] = 1.0
+
+
+@dataclass(frozen=True)
+class ForkTraining(TrainingConfig):
+    z_loss: Annotated[float, "factor of a term of the loss", ">= 0"] = 0.0
+
+
+@dataclass(frozen=True)
+class ForkConfig(RunConfig):
+    training: ForkTraining = field(default_factory=ForkTraining)
+    curriculum: Curriculum = field(default_factory=Curriculum)
+
+
+@pytest.mark.parametrize(
+    ("section", "value", "key"),
+    [("curriculum", Curriculum(2.0), "curriculum.begin"), ("training", ForkTraining(z_loss=2.0), "training.z_loss")],
+)
+def test_a_key_of_a_fork_is_shared_and_kept_unless_it_is_listed(
+    tmp_path: Path, section: str, value: object, key: str
+) -> None:
+    config = ForkConfig(job=JobConfig("run", str(tmp_path)))
+    save(config, config.run_folder)
+    changed = replace(config, **{section: value})
+    assert shared_setting_digests(config) != shared_setting_digests(changed)
+    assert refusal(changed)[0].startswith(f"{key}: saved ")
+    assert list(check_saved(replace(changed, resume=ResumeConfig(key)), config.run_folder)) == [key]
 
 
 def test_the_local_batch_only_matters_where_it_makes_the_step(tmp_path: Path) -> None:
