@@ -34,8 +34,9 @@ def head_loss(
     wanted = compile.enable and "loss" in compile.components
     whole = torch.compile(loss, backend=compile.backend) if wanted else loss
     vocab_parallel: Callable[..., Tensor] | None = None
-    formulas = vars(type(loss))  # both of one class: a subclass with another __call__ alone has the logits gathered
-    if loss_parallel and "vocab_parallel" in formulas and "__call__" in formulas:  # see training/loss.py
+    # both of one class: for a subclass with another __call__ alone the logits are gathered
+    paired = vars(type(loss)).keys() >= {"__call__", "vocab_parallel"}
+    if loss_parallel and paired and hasattr(loss, "vocab_parallel"):  # see training/loss.py
         vocab_parallel = torch.compile(loss.vocab_parallel, backend=compile.backend) if wanted else loss.vocab_parallel
 
     def from_hidden(h: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
