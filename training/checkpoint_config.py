@@ -61,8 +61,8 @@ class CheckpointConfig:
     ] = True
     exclude_from_loading: Annotated[
         tuple[str, ...],
-        "names, or their first dotted parts, that are neither loaded from initial_load_path nor required to be in it, such as "
-        '"model.output"',
+        "names, their first dotted parts, or shell patterns of names, that are neither loaded from initial_load_path nor required to be "
+        'in it, such as "model.output" or "model.*_lora_*"',
     ] = ()
     create_seed_checkpoint: Annotated[
         bool,

@@ -13,6 +13,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
+from fnmatch import fnmatchcase
 from io import BufferedWriter, FileIO
 from os import PathLike
 from pathlib import Path
@@ -120,8 +121,8 @@ def read_values(path: Path, state: str) -> dict[str, Any]:
 
 
 def fit(states: States, metadata: Metadata, *, compared: Collection[str], exclude: Sequence[str], exact: bool) -> Fit:
-    """Compares names and sizes (`exact`: dtypes too) of the states in `compared` with those of the checkpoint. Names that equal, or lie
-    below, an entry of `exclude` are ignored on both sides. These may be missing: the optimizer state of a parameter that never had a
+    """Compares names and sizes (`exact`: dtypes too) of the states in `compared` with those of the checkpoint. Names that equal, lie
+    below, or match an entry of `exclude` are ignored on both sides. These may be missing: the optimizer state of a parameter that never had a
     gradient, optimizer settings that a different version of torch lacks, the metrics of replica groups, the window of training.on_spike,
     and averages of weights."""
     saved = {name: value for name, value in metadata.state_dict_metadata.items() if name.split(".")[0] in compared}
@@ -212,8 +213,8 @@ def _ignore_no_dist_warning() -> None:
 
 
 def _has_prefix(name: str, prefixes: Iterable[str]) -> bool:
-    """Returns True if the name equals one of the prefixes or lies below it."""
-    return any(name == prefix or name.startswith(prefix.rstrip(".") + ".") for prefix in prefixes)
+    """Returns True if the name equals one of the prefixes, lies below it, or matches it as a shell pattern."""
+    return any(f"{name}.".startswith(prefix.rstrip(".") + ".") or fnmatchcase(name, prefix) for prefix in prefixes)
 
 
 def _misfit(name: str, value: Any, saved: Any, exact: bool) -> str:

@@ -324,7 +324,7 @@ class CheckpointLoader:
         fits = ranks.all_gather(fit._replace(states={}))
         unknown = set.intersection(*(each.only_in_checkpoint for each in fits))
         unused = set.intersection(*(each.unused_excludes for each in fits))
-        misfits = [f'exclude_from_loading: no name begins with "{prefix}"' for prefix in sorted(unused)]
+        misfits = [f'exclude_from_loading: no name begins with "{prefix}", or matches it' for prefix in sorted(unused)]
         # once each: ranks with shards of the same tensor report the same misfit
         misfits += dict.fromkeys(misfit for each in fits for misfit in each.misfits)
         misfits += [f"{name} is in the checkpoint but not in this run" for name in sorted(unknown)]

@@ -206,6 +206,11 @@ def test_a_part_of_another_runs_weights(tmp_path: Path) -> None:
     head.gain = nn.Parameter(torch.ones(3))  # that only this run has
     more.checkpointer.load()
     assert head.weight.equal(first.model.get_parameter("2.weight")) and head.gain.equal(torch.ones(3))
+    adapted = Job(tmp_path / "adapted", seed=1, initial_load_path=path, exclude_from_loading=("model.*.gain_lora_?",))
+    for module in (adapted.model[0], adapted.model[2]):
+        module.gain_lora_a = nn.Parameter(torch.ones(3))
+    adapted.checkpointer.load()
+    assert adapted.model[0].weight.equal(first.model.get_parameter("0.weight"))
     with pytest.raises(ValueError, match=r'exclude_from_loading: no name begins with "model\.head"'):
         Job(tmp_path / "other", initial_load_path=path, exclude_from_loading=("model.head",)).checkpointer.load()
 
