@@ -76,7 +76,7 @@ def show(run: Path, positions: str) -> None:
         numbers = of_source.documents(index) if isinstance(of_source, StoreOrder) else ()
         for turn, begin in enumerate(np.unique(starts)):
             ids = tokens[(starts == begin) & (tokens != NO_TOKEN)]
-            text = tokenizer.decode(ids)
+            text = tokenizer.decode(np.maximum(ids, ~ids))
             named = f"document {numbers[turn]}" if turn < len(numbers) else "document"
             print(f"  {named}, {len(ids)} tokens: {text[:SHOWN]!r}{'...' * (len(text) > SHOWN)}")
 

@@ -59,6 +59,12 @@ def test_the_first_token_of_a_document_is_no_target() -> None:
     assert make_batch(tokens, (0, (0, 1), True)).labels.tolist() == [[6, 7, 8, IGNORED], [2, 3, 4, 5]]
 
 
+def test_a_token_that_is_no_target_is_an_input() -> None:
+    batch = make_batch(np.array([[~5, ~0, 7, ~8, 9], [1, 2, 3, NO_TOKEN, NO_TOKEN]]), (0, (0, 1), True))
+    assert batch.inputs.tolist() == [[5, 0, 7, 8], [1, 2, 3, 0]]
+    assert batch.labels.tolist() == [[IGNORED, 7, IGNORED, 9], [2, 3, IGNORED, IGNORED]]
+
+
 @given(
     dp_size=st.integers(1, 4),
     local_batch_size=st.integers(1, 3),

@@ -127,10 +127,10 @@ def separator_of(tokenizer: Tokenizer) -> int:
 def make_batch(
     rows: np.ndarray, task: Task, document_starts: np.ndarray | None = None, *, separator: int = NO_TOKEN
 ) -> Batch:
-    """Splits `rows` [B, T + 1] int64 into inputs and labels, shifted by one. NO_TOKEN gives input 0 and label IGNORED. With
+    """Splits `rows` [B, T + 1] int64 into inputs and labels, shifted by one. ~id gives input `id` and label IGNORED. With
     `document_starts`, [B, T + 1] int64, a label that is the first token of a document is IGNORED, too, except for `separator` (one
     token for BOS and EOS), which also ends the document before it: a model that never has it as a target does not learn to end one."""
-    inputs, labels = np.maximum(rows[:, :-1], 0), np.where(rows[:, 1:] == NO_TOKEN, IGNORED, rows[:, 1:])
+    inputs, labels = np.maximum(rows[:, :-1], ~rows[:, :-1]), np.where(rows[:, 1:] < 0, IGNORED, rows[:, 1:])
     if document_starts is None:
         return Batch(torch.from_numpy(inputs), torch.from_numpy(labels), *task)
     begins = document_starts[:, 1:] == np.arange(1, rows.shape[1])

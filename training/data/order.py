@@ -32,7 +32,7 @@ from training.data.store import Store
 
 _EPOCHS_KEPT = 2  # a step at the end of an epoch reads from two
 SPLITS = ("train", "validation")
-NO_TOKEN = -1  # in a sequence: neither an input nor a target
+NO_TOKEN = ~0  # in a sequence: there is none
 PATTERN = 4096  # positions of a mixture until its sources repeat; weights are rounded to 1/PATTERN
 _ROUNDS = 4  # of the Feistel network: as many as make it a strong permutation (Luby and Rackoff, 1988)
 
@@ -43,7 +43,8 @@ class Order(Protocol):
     seq_len: int
 
     def sequence(self, position: int) -> np.ndarray:
-        """Returns the tokens [seq_len + 1] int64 at `position` >= 0 of the infinite order. NO_TOKEN: there is none."""
+        """Returns the tokens [seq_len + 1] int64 at `position` >= 0 of the infinite order. ~id: an input that is no target, as in a
+        prompt; NO_TOKEN: there is none."""
 
     def document_starts(self, position: int) -> np.ndarray:
         """Returns for each token of `sequence(position)` the index in it of the first token of its document, [seq_len + 1] int64."""
