@@ -30,7 +30,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from configs.check import check, gradient_device_type
-from configs.errors import bad_input_text
+from configs.errors import explained
 from configs.help import print_help
 from configs.load import load
 from configs.saved import check_saved, fetch_saved
@@ -77,7 +77,7 @@ def main(argv: Sequence[str]) -> int:
         environment = Environment.read(os.environ)
         environment.check(config.fault_tolerance)
     except ValueError as error:
-        print(f"pharos: {error}", file=sys.stderr)
+        print(f"pharos: {explained(error)}", file=sys.stderr)
         return 2
     traces = group_folder(config.run_folder, config.fault_tolerance, environment) / TRACES
     os.environ.update(flight_recorder_env(trace_buf_size=config.comm.trace_buf_size, folder=traces))
@@ -91,8 +91,8 @@ def main(argv: Sequence[str]) -> int:
             world = cleanup.enter_context(process_group(config.comm))
             run_class = Run if config.fault_tolerance.semi_sync_method == "none" else SemiSyncRun
             run = run_class(config, environment, world, signals, log, cleanup, changes)
-        except ValueError as error:  # no earlier check reads, for instance, a byte deep inside a file
-            print(f"pharos: {config.origin.explain(bad_input_text(error))}", file=sys.stderr)
+        except ValueError as error:  # bad input that no earlier check reads, such as a byte deep inside a file
+            print(f"pharos: {config.origin.explain(explained(error))}", file=sys.stderr)
             return 2
         except (CheckpointFailed, OSError) as error:
             log.error("%s", error)
@@ -350,8 +350,7 @@ class Run(Components):
 class SemiSyncRun(Run):
     """A run whose group makes optimizer steps by itself and synchronises with the others every inner_steps (ft/semi_sync_manager.py)."""
 
-    # the manager transfers the weights; the optimizer state is each group's own
-    UNHEALED_STATES = (*Run.UNHEALED_STATES, "model", "optimizer", "outer_optimizer", "local_model")
+    UNHEALED_STATES = ("ledger", "loader", "model", "optimizer", "outer_optimizer", "local_model")  # the manager's, or own
     manager: SemiSyncManager
     inner_update = Update(0.0, 0.0)  # of the last inner step; a healing group makes none
 

@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 from torch.torch_version import TorchVersion
 
-from configs.errors import raise_problems
+from configs.errors import explained, raise_problems
 from configs.keys import to_text
 from configs.load import CONFIG_FILE, HELD_OUT, exists, section_types
 from configs.schema import RunConfig
@@ -118,7 +118,7 @@ def _gather(config: RunConfig, rules: Iterable[Rule]) -> None:
         try:
             yield from rule() or ()
         except ValueError as error:
-            yield str(error)
+            yield explained(error)
 
     found = (config.origin.explain(message) for rule in rules for message in messages(rule))
     raise_problems(found, config.origin.file)

@@ -7,26 +7,24 @@ import re
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from traceback import extract_tb
 
-ROOT = Path(__file__).resolve().parent.parent
 MAX_SHOWN = 10
+ROOT = Path(__file__).resolve().parent.parent
 
 
 class ConfigError(ValueError):
     """Invalid settings. str() is the whole message, one line per problem; the caller exits with code 2."""
 
 
-def bad_input_text(error: ValueError) -> str:
-    """Returns the text of an error that this repository raised for bad input. Raises one that a library raised: its cause may be a defect,
-    which only a traceback shows."""
-    traceback = error.__traceback__
-    while traceback and traceback.tb_next:
-        traceback = traceback.tb_next
-    file = traceback.tb_frame.f_code.co_filename if traceback else __file__
-    ours = file.startswith(str(ROOT)) and not file.startswith(sys.prefix)  # .venv lies in the repository
-    if type(error) is ValueError and not ours:
-        raise error
-    return str(error)
+def explained(error: ValueError) -> str:
+    """Returns the message of an error and, unless the code here raised it on purpose, the line of this code that it came through last:
+    Python and torch raise ValueError for a mistake in code, too."""
+    frames = extract_tb(error.__traceback__)
+    own = [frame for frame in frames if ROOT in Path(frame.filename).parents and "site-packages" not in frame.filename]
+    if not own or (own[-1] is frames[-1] and (frames[-1].line or "").startswith("raise ")):
+        return str(error)
+    return f"{error} ({Path(own[-1].filename).relative_to(ROOT)}, line {own[-1].lineno})"
 
 
 def raise_problems(problems: Iterable[str], file: str = "") -> None:

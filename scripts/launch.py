@@ -62,7 +62,9 @@ def main(argv: list[str]) -> int:
 
             logs = group_folder(config.run_folder, config.fault_tolerance, Environment.read(os.environ))
     except ValueError as error:
-        say(str(error))
+        from configs.errors import explained  # a launcher variable needs none of it
+
+        say(explained(error))
         return 2
     if in_process:
         return run_here(argv, logs)

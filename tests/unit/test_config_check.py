@@ -18,6 +18,7 @@ from configs.load import load
 from configs.schema import RunConfig
 from parallelisms.float8 import Float8Config
 from tests.unit.fakes import add_models, set_cuda, set_package
+from training.config import TrainingConfig
 
 TOML = """\
 [training]
@@ -428,3 +429,16 @@ print(*{"sympy", "torch._dynamo", "torch.distributed.tensor"} & sys.modules.keys
     root = Path(__file__).resolve().parents[2]
     done = subprocess.run([sys.executable, "-c", program], cwd=root, capture_output=True, text=True, check=True)
     assert done.stdout.split() == []
+
+
+def test_a_mistake_in_code_is_told_with_its_line(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python raises ValueError for one, as a check does for a bad setting."""
+
+    def check(section: TrainingConfig) -> None:
+        _, _ = (section.seed,)
+
+    monkeypatch.setattr(TrainingConfig, "check", check)
+    line = check.__code__.co_firstlineno + 1
+    assert complaints(folder) == [
+        f"not enough values to unpack (expected 2, got 1) (tests/unit/test_config_check.py, line {line})"
+    ]

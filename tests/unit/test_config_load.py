@@ -4,8 +4,6 @@
 
 from __future__ import annotations
 
-import ipaddress
-import json
 import pickle
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -15,7 +13,7 @@ from typing import Annotated, Any, Literal
 import pytest
 
 from configs.document import Origin, read
-from configs.errors import MAX_SHOWN, ConfigError, bad_input_text
+from configs.errors import MAX_SHOWN, ConfigError
 from configs.keys import keys_of
 from configs.load import build, parse_argv
 
@@ -348,17 +346,3 @@ class BoundOnText:
 def test_a_field_that_toml_cannot_fill_is_told_to_its_author(section: type) -> None:
     with pytest.raises(TypeError, match=rf"{section.__name__}\.key"):
         keys_of(section)
-
-
-def test_a_defect_in_a_library_is_not_bad_input() -> None:
-    with pytest.raises(ValueError) as refused:
-        raise ValueError("training.steps = 0: must be >= 1")
-    assert bad_input_text(refused.value) == "training.steps = 0: must be >= 1"
-    with pytest.raises(ValueError) as unreadable:
-        json.loads("{")  # of a kind that only bad input raises
-    assert bad_input_text(unreadable.value) == str(unreadable.value)
-    with pytest.raises(ValueError) as defect:
-        ipaddress.ip_address("here")
-    with pytest.raises(ValueError) as raised:
-        bad_input_text(defect.value)
-    assert raised.value is defect.value
