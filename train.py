@@ -350,7 +350,7 @@ class Run(Components):
 class SemiSyncRun(Run):
     """A run whose group makes optimizer steps by itself and synchronises with the others every inner_steps (ft/semi_sync_manager.py)."""
 
-    UNHEALED_STATES = ("ledger", "loader", "model", "optimizer", "outer_optimizer", "local_model")  # the manager's, or own
+    UNHEALED_STATES = ("ledger", "loader", "model", "optimizer", "outer_optimizer", "local_model")  # SemiSyncManager's
     manager: SemiSyncManager
     inner_update = Update(0.0, 0.0)  # of the last inner step; a healing group makes none
 

@@ -163,11 +163,18 @@ class Llama(Model):
         self.freqs_cis.copy_(rotary_table(self.config, self.max_seq_len))
 
     def flops_per_token(self, seq_len: int) -> int:
-        """Returns 6 flops per weight (of the embedding, a lookup, only if it is also the head) plus 12 * L * H * D * T for the attention
-        scores, without a discount for the causal mask (the usual convention, PaLM appendix B, arXiv 2204.02311)."""
+        """Returns 6 flops per weight (4 if frozen; of the embedding, a lookup, only if it is also the head) plus 12 * L * H * D * T for the
+        attention scores, without a discount for the causal mask (the usual convention, PaLM appendix B, arXiv 2204.02311)."""
         lookups = () if self.tied else ("tok_embeddings.weight",)
-        weights = sum(p.numel() for name, p in self.named_parameters() if name not in lookups)
-        return 6 * weights + 12 * len(self.layers) * self.config.n_heads * self.config.head_dim * seq_len
+        return (
+            sum(matmul_flops(p) for name, p in self.named_parameters() if name not in lookups)
+            + 12 * len(self.layers) * self.config.n_heads * self.config.head_dim * seq_len
+        )
+
+
+def matmul_flops(weight: nn.Parameter) -> int:
+    """Returns the flops of a weight per token: 2 each in the forward, for the gradient of the input and, unless frozen, for its own."""
+    return (6 if weight.requires_grad else 4) * weight.numel()
 
 
 class Block(nn.Module):

@@ -108,8 +108,8 @@ class MoEModel(llama.Llama):
     def flops_per_token(self, seq_len: int) -> int:
         """Returns the dense model's count, with k of E experts."""
         unused = self.config.n_experts - self.config.experts_per_token
-        experts = sum(p.numel() for name, p in self.named_parameters() if ".experts." in name)
-        return super().flops_per_token(seq_len) - 6 * experts * unused // self.config.n_experts
+        experts = sum(llama.matmul_flops(p) for name, p in self.named_parameters() if ".experts." in name)
+        return super().flops_per_token(seq_len) - experts * unused // self.config.n_experts
 
 
 class MoE(nn.Module):

@@ -184,7 +184,7 @@ class MetricsProcessor:
         totals = [sum(column) for column in zip(*sets.values(), strict=True)]
         (loss, bits_per_byte), tokens = per_token_and_byte(*totals), round(totals[1])
         self._validation_loss = loss
-        each = {name: per_token_and_byte(*sums) for name, sums in sets.items()} if len(sets) > 1 else {}
+        each = {name or "held_out": per_token_and_byte(*sums) for name, sums in sets.items()} if len(sets) > 1 else {}
         bits = "" if math.isnan(bits_per_byte) else f"{bits_per_byte:.4f} bits per byte  "
         named = "".join(f"  {name} {set_loss:.4f}" for name, (set_loss, _) in each.items())
         self._log.info(

@@ -167,6 +167,8 @@ def test_flops_follow_the_published_formula():
     model = built()
     weights = sum(p.numel() for p in model.parameters()) - V * SMALL.dim
     assert model.flops_per_token(T) == 6 * weights + 12 * 3 * 32 * T
+    frozen = model.layers["0"].attention.wq.weight.requires_grad_(False)
+    assert model.flops_per_token(T) == 6 * weights - 2 * frozen.numel() + 12 * 3 * 32 * T, "it has no gradient"
 
 
 @pytest.mark.parametrize(

@@ -318,6 +318,14 @@ def test_several_sets_of_validation() -> None:
     assert (row["validation_loss"], row["validation_loss/prose"], row["validation_loss/code"]) == (1.25, 2.0, 1.0)
 
 
+def test_the_held_out_text_beside_other_sets_has_a_name() -> None:
+    run = Run()
+    run.metrics_processor.validation(7, {"": (200.0, 100, 400), "code": (300.0, 300, 600)}, seconds=2.0)
+    assert run.lines[0].endswith("  held_out 2.0000  code 1.0000")
+    ((_, scalars),), ((_, row),) = run.chart.rows, run.journal.rows
+    assert scalars["validation_metrics/loss/held_out"] == row["validation_loss/held_out"] == 2.0
+
+
 def test_a_change_of_settings_is_in_the_next_rows_and_then_saved() -> None:
     run, saved = Run(), list[int]()
 
