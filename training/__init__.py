@@ -36,6 +36,19 @@ How is a metric added? In MetricsProcessor.step: a keyword of `_write_metrics` (
     in LocalStep, and passed on as a new argument. No key begins with "validation": that is another kind of row. docs/operating.md lists
     keys and tags.
     -> training/metrics.py:MetricsProcessor.step, train.py:Run.train_step, training/metrics_writer.py:Row
+How is the loss changed? In both methods of CrossEntropySum; or by a subclass with __call__ alone, for which tensor parallelism gathers the
+    logits. build_model, tools/explain/rank.py and bench/parity_worker.py pass it to `parallelize`: with the last unchanged, `make parity`
+    compares the old one. Validation and the reported loss use it, too, so a term for training alone, such as label smoothing, is added
+    where torch.is_grad_enabled().
+    -> training/loss.py:CrossEntropySum, training/components.py:Components.build_model, parallelisms/loss.py:head_loss
+How are parameters frozen, adapters added, a model fine-tuned? By requires_grad_(False) in the model's `build`; frozen parameters stay in
+    checkpoints, heals and digests, and have no gradient and no optimizer state. checkpoint.initial_load_path begins a run at step 0 with
+    the weights of another, checkpoint.exclude_from_loading names adapters that these lack; scripts/hf.py imports from Hugging Face.
+    -> parallelisms/parallelize.py:parallelize, training/checkpoint_config.py:CheckpointConfig, training/states.py:OptimizerState
+How is a state of the run added? By a name in `checkpoint_states`: it is saved, loaded, and sent to a joining group, in tensors that stay
+    the same; `reset` brings it back to step 0. A checkpoint without it is refused, unless _OPTIONAL of checkpoint_dcp.py lists it. What groups
+    compare bit by bit is attached in `build_manager`.
+    -> training/components.py:Components.checkpoint_states, training/components.py:Components.reset, training/checkpoint_dcp.py:fit
 How does another model get TP and PP? TP by its tp_plan, module name -> kind; PP by the names of its children, if its forward skips those
     that are None. Its code has no collective; models/contract.py lists all parts, and the checks before the start name most missing ones.
     Not checked: a Config that does not override check_tensor_parallel, and a forward that calls a child that is None.
@@ -49,10 +62,6 @@ What is the gradient norm across PP, TP, EP and groups? Each rank adds the squar
     only by the rank with coordinate 0 on that axis; pipeline stages have different parameters. One all-reduce over the group's ranks.
     Between groups the gradients are equal sums already; in semi-synchronous training each group has its own norm.
     -> training/optimizer.py:gradient_norm, parallelisms/mesh.py:expert_mesh, ft/gradients.py:Gradients.deliver
-How is a part of the model frozen, or a model fine-tuned? By requires_grad_(False) in the model's build(), in every layout;
-    docs/add_a_model.md says what follows. --checkpoint.initial_load_path begins a run at step 0 with the weights of another; scripts/hf.py
-    imports from Hugging Face.
-    -> parallelisms/parallelize.py:parallelize, training/checkpoint.py:CheckpointConfig
 How is a source of data added? Files of text or tokens: a name in TrainingConfig.dataset and in its checks, and a source in find_source. A
     store or a stream: a subclass of _OrderedData or _Data, and a branch of open_data. Keys that change the order of the data begin with
     "dataset", "seed" or "seq_len": DataSegment records these. Packing is an Order: position -> T + 1 tokens, with no state.
@@ -66,7 +75,7 @@ What does a checkpoint contain? The states of Components.checkpoint_states, in o
     random state (each step seeds itself) and no schedule (a function of the step). docs/interchange.md loads the weights elsewhere.
     -> training/components.py:Components.checkpoint_states, training/states.py:ModelState, training/checkpoint_files.py:Manifest
 How is a key or a section of the configuration added? A key: an annotated field of the section's dataclass; a section: a frozen dataclass
-    beside its code and an attribute of RunConfig. Checks of one section in its check(), others in configs/check.py; if the result depends
-    on it, its prefix in _CHANGES, or it may differ between launches and groups. `make docs` writes docs/config.md.
+    beside its code and an attribute of RunConfig. Checks of one section in its check(), others in configs/check.py. Groups must share its
+    value, and a later launch changes it only with resume.allow, unless configs/saved.py lists it. `make docs` writes docs/config.md.
     -> configs/schema.py:RunConfig, configs/check.py:check_settings, configs/saved.py:check_saved
 """
