@@ -140,17 +140,20 @@ class SemiSyncManager:
 
     def attach(self, model_parts: Sequence[nn.Module]) -> None:
         """Registers the model; its present weights are the first outer weights. Raises ValueError for too many fragments."""
-        named = [  # without the prefixes of torch.compile and activation checkpointing, so that any layout can load it
+        everything = [  # without the prefixes of torch.compile and activation checkpointing, so that any layout can load it
             (name.replace("_orig_mod.", "").replace("_checkpoint_wrapped_module.", ""), parameter)
             for part in model_parts
             for name, parameter in part.named_parameters()
-            if parameter.requires_grad
         ]
+        named = [(name, parameter) for name, parameter in everything if parameter.requires_grad]
         for members in split(named, self._schedule.fragments):
             optimizer = self._outer([parameter for _, parameter in members])
             self.fragments.append(Fragment(members, optimizer, alpha=self._schedule.alpha))
         self._manager.attach(self.fragments)
         self._manager.register_state("outer", self._state, self._heal)
+        if frozen := {name: parameter for name, parameter in everything if not parameter.requires_grad}:
+            # of a base model that a joining group has not loaded; a heal writes into the tensors
+            self._manager.register_state("frozen", lambda: frozen, lambda state: None)
 
     def last_backward(self, slot: int) -> AbstractContextManager[None]:
         return nullcontext()

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ft.config import Schedule
+from ft.healing.capture import StateRegistry
 from ft.protocol.messages import name_of
 from ft.seam import DataAssignment, GroupEnded
 from ft.semi_sync import split
@@ -251,6 +252,16 @@ def test_weights_alone_are_a_beginning():
     rounds.begin_step()
     for name, value in model.state_dict().items():
         assert torch.equal(value, given[name])
+
+
+def test_a_joining_group_receives_frozen_weights():
+    """They are in no fragment, and those of a base model are in no initial values."""
+    model, registry = Blocks(), StateRegistry()
+    first = next(model.parameters()).requires_grad_(False)
+    manager = Mock(gradients=FragmentGradients(), slot_size=4, register_state=registry.register_state)
+    SemiSyncManager(manager, Schedule(4), nesterov).attach([model])
+    sent = [tensor.data_ptr() for tensor in registry.view().local.values()]
+    assert sent.count(first.data_ptr()) == 1
 
 
 def test_an_offer_is_fenced_before_the_outer_weights_change_places():
