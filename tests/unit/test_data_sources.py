@@ -62,6 +62,12 @@ def test_jsonl_gives_a_document_per_line_under_the_key_asked_for(tmp_path: Path)
     assert documents(files_config(path, dataset_text_key="body")) == ["é".encode(), b"two\nlines"]
 
 
+def test_a_field_that_is_no_text_is_not_proposed(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"messages": [{"role": "user", "content": "one"}]}\n')
+    with pytest.raises(ValueError, match=r"""line 1 has no "text", only 'messages'$"""):
+        check_sources(files_config(tmp_path))
+
+
 def test_parquet_gives_a_document_per_row(tmp_path: Path) -> None:
     pytest.importorskip("pyarrow")
     from pyarrow import parquet, table

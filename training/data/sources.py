@@ -308,7 +308,8 @@ def text_of_record(record: Any, key: str, place: str, setting: str = "training.d
     if not isinstance(record, dict):
         raise ValueError(f'{place} is not an object like {{"{key}": "..."}}')
     if key not in record:
-        near = difflib.get_close_matches(key, record, n=1) or list(record)[:1]
+        texts = [name for name, value in record.items() if isinstance(value, str)]
+        near = difflib.get_close_matches(key, texts, n=1) or texts[:1]
         hint = f'; nearest: {setting} = "{near[0]}"' if near else ""
         raise ValueError(f'{place} has no "{key}", only {", ".join(map(repr, record)) or "nothing"}{hint}')
     text = "" if record[key] is None else record[key]
