@@ -411,7 +411,8 @@ class Manager:
     def show_event(self, lane: str, text: str) -> None:
         self.client.show_event(lane, self.step, text)
 
-    def close(self) -> None:
+    def close(self, *, at_exit: bool = False) -> None:
+        """`at_exit`: only what the rest of the job waits for, as no thread can be started at a program's end."""
         if self.closed.is_set():
             return
         self.closed.set()
@@ -420,6 +421,8 @@ class Manager:
             why = "done" if clean else "closed" if self._saved is None else "ends before its last step is saved"
             clean, why = self._stopped or (clean, why)
             self.client.leave(clean=clean, reason=why, finished=self._saved is True)
+        if at_exit:
+            return
         self.client.close()
         self._prober.close()
         self.healer.close()

@@ -17,11 +17,13 @@ as in torchft: a tensor was changed after it had been averaged, or the groups ha
 
 from __future__ import annotations
 
+import atexit
 import json
 import logging
 import os
 import secrets
 import socket
+import sys
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -215,6 +217,8 @@ class Manager:
         self.core.register_state("batches_committed", lambda: self._batches, partial(setattr, self, "_batches"))
         if load_state_dict is not None and state_dict is not None:
             self.set_state_dict_fns(load_state_dict, state_dict)
+        # programs for torchft may end without it; then the group's server would kill the other ranks
+        atexit.register(self.shutdown, at_exit=True)
 
     def start_quorum(
         self, allow_heal: bool = True, shrink_only: bool = False, timeout: timedelta | None = None
@@ -415,13 +419,19 @@ class Manager:
         """Leaves after this group's next step, in which it tells the others. All its ranks call it before the same step. Not in torchft."""
         self.core.leave()
 
-    def shutdown(self, wait: bool = True) -> None:
+    def shutdown(self, wait: bool = True, *, at_exit: bool = False) -> None:
         """Leaves the job. May be called twice. Between two steps it does not fail a step that others are completing, so all groups may stop
-        at the same step. If the others continue, `leave()` before the last step saves them a retry. `wait` has no effect: it waits."""
+        at the same step. If the others continue, `leave()` before the last step saves them a retry. `wait` has no effect: it waits.
+        `at_exit`: only announces it. Called so at the program's end."""
+        atexit.unregister(self.shutdown)
+        if at_exit and hasattr(
+            sys, "last_type"
+        ):  # an error: other ranks may wait for this one until the server kills them
+            return
         if self._is_decided and self.core.machine.phase is Phase.BOUNDARY and not self.core.machine.void:
             self.core.may_exit = True  # this group has sent everything that others may wait for
         self.core.gradients.close()
-        self.core.close()
+        self.core.close(at_exit=at_exit)
 
     def attach(self, model_parts: Sequence[nn.Module]) -> None:
         """Registers modules whose gradients are reduced (DistributedDataParallel). To be called before the first quorum. Raises ValueError

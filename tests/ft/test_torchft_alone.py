@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import socket
+import subprocess
+import sys
 from collections.abc import Iterator
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,10 +22,13 @@ from ft.compat import manager as torchft_manager
 from ft.compat.process_groups import ProcessGroupDummy
 from ft.process_groups.base import GroupWork, Operation
 from ft.process_groups.errors import ProcessGroupError
+from ft.protocol import messages as m
 from ft.seam import Stopped
 from tests.ft.groups import LIMIT_S
 from tests.ft.torchft_groups import Group
+from tests.waiting import in_time
 
+ROOT = Path(__file__).resolve().parents[2]
 A = 4.0  # the gradient
 
 
@@ -219,6 +225,27 @@ def test_a_work_that_is_late_is_told():
     assert isinstance(told[0], TimeoutError)
     work.end(None)
     assert work.wait() and work.wait(timedelta(seconds=1)) and work.is_success() and len(told) == 1
+
+
+PROGRAM = """
+import sys
+from ft import Manager, ProcessGroupGloo
+manager = Manager(ProcessGroupGloo(), None, None, 1, lighthouse_addr=sys.argv[1], replica_id="program")
+manager.start_quorum()
+assert manager.should_commit()
+"""
+
+
+@pytest.mark.parametrize(("end", "clean"), [("", True), ("raise KeyError", False)])
+def test_a_program_that_ends_without_shutdown_has_left(end: str, clean: bool):
+    """Else the group's server would announce a loss, and kill the group's other ranks, which may still save something. After an error
+    it does: they may wait for this rank."""
+    seen: list[m.Event] = []
+    server = LighthouseServer("127.0.0.1:0", 1, observer=lambda now_s, event, out: seen.append(event))
+    ended = subprocess.run([sys.executable, "-c", PROGRAM + end, server.address()], cwd=ROOT, timeout=LIMIT_S)
+    assert ended.returncode == (not clean) and in_time(lambda: any(isinstance(event, m.StreamClosed) for event in seen))
+    assert any(isinstance(event, m.Leave) and event.clean for event in seen) == clean
+    server.shutdown()
 
 
 @pytest.mark.parametrize(("options", "warns"), [({}, True), ({"insecure": True}, False)])
