@@ -99,13 +99,10 @@ _KINDS: dict[str, tuple[ParallelStyle, type[nn.Module], int | None]] = {
 def apply_tensor_parallel(part: Model, mesh: DeviceMesh, *, overlap: bool) -> None:
     """Shards the modules of `part`, a model or pipeline stage on the meta device, over the tp axis `mesh`. `overlap`: the compiler may fuse
     matmuls with adjacent collectives (Wang et al. 2023, doi 10.1145/3567955.3567959); raises RuntimeError without peer access."""
-    frozen = [name for name, parameter in part.named_parameters() if not parameter.requires_grad]
     for name, module in list(part.named_modules()):
         for _, kind in _entries(part, name):
             style, _, _ = _KINDS[kind]
             parallelize_module(module, mesh, style, src_data_rank=None)  # meta tensors have no values to broadcast
-    for name in frozen:  # torch's styles, and those here, make new parameters, most of which would be trained
-        part.get_parameter(name).requires_grad_(False)
     missing = [
         name
         for name, module in part.named_modules()

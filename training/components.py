@@ -225,7 +225,7 @@ class Components:
 
     def checkpoint_states(self, rows: MetricsWriter) -> dict[str, Stateful]:
         """Returns the states that a checkpoint contains, by their names in it, which are part of its format. A joining group receives all
-        but UNHEALED_STATES; `reset` brings them back to step 0:
+        but UNHEALED_STATES; a new one needs a line in `reset`, too:
 
         model, optimizer   weights and buffers; the optimizer's state and parameter groups
         outer_optimizer    with a semi_sync_method: state of its outer optimizer, and
