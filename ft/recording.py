@@ -52,10 +52,10 @@ class RecordingManager(Manager):
         self._dropped = False
         return commit
 
-    def close(self) -> None:
+    def close(self, *, at_exit: bool = False) -> None:
         if self.may_exit:  # else the optimizer may not have stepped after the commit
             self._write_commit()
-        super().close()
+        super().close(at_exit=at_exit)
         self._file.close()
 
     def _drop_gradients(self) -> None:

@@ -110,7 +110,7 @@ class Manifest:
             "format": FORMAT,
             "config_digest": "",
             **asdict(self),
-        }  # the second key is always empty, and part of format 1
+        }  # the digest is always empty, and part of format 1
         body["settled"] = not body.pop("outside_quorum")
         if not self.branch:  # as versions without it write, and read
             del body["branch"]

@@ -86,9 +86,8 @@ class MetricsWriter:
         self._rows_kept = rows_kept
         self._max_kept_bytes = kept_bytes
         self._lock = threading.Lock()  # for state shared by both threads; never held during file operations
-        self.kept: deque[_KeptRow] = (
-            deque()
-        )  # rows in memory, also those that another group has to write, which may die
+        # rows in memory, also those that another group has to write, which may die
+        self.kept: deque[_KeptRow] = deque()
         self._kept_bytes = self._last_number = 0
         self._first_pending = 1  # number of the first row that this group has to write and has not written
         self._quorum: Quorum | None = None  # in which this group writes, as of the newest row; None: another one does

@@ -24,11 +24,13 @@ from ft.rpc.access import Access
 from ft.rpc.clients import GroupClient, GroupServerProcess
 from ft.rpc.group_server import Process, Settings
 from tests.dashboard.house import TOKEN, WAIT_S, House, Houses, Jobs
+from tests.unit.fakes import replace_system_call
 from tests.waiting import in_time
 
 # Says each SIGTERM, and lives on: what it does with one is its own affair.
 TRAINER = """
 import signal, sys, time
+from tests.unit.fakes import replace_system_call
 signal.signal(signal.SIGTERM, lambda *_: print("asked", flush=True))
 print("trains", flush=True)
 while True: time.sleep(100)
@@ -140,7 +142,7 @@ def test_a_process_of_which_there_is_no_pidfd_gets_its_signal(monkeypatch: pytes
     def refuse(pid: int) -> int:
         raise PermissionError(errno.EPERM, "Operation not permitted")
 
-    monkeypatch.setattr(os, "pidfd_open", refuse, raising=False)
+    replace_system_call(monkeypatch, "pidfd_open", refuse)
     process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     Process(process.pid).send(signal.SIGKILL)
     process.communicate(b"\n")

@@ -27,6 +27,7 @@ from ft.rpc.lighthouse_flags import LighthouseOptions, read_options
 from ft.rpc.lighthouse_main import serve
 from ft.rpc.serving import OUTBOX, OUTBOX_BYTES, CallRefused, Outbox, Pending, PendingCalls, Server
 from tests.rpc.wire import before_each
+from tests.unit.fakes import replace_system_call
 
 
 class Say(m.Effect):
@@ -496,7 +497,7 @@ def test_a_file_system_that_cannot_sync_a_folder_keeps_the_state(tmp_path: Path,
             raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
         fsync(descriptor)
 
-    monkeypatch.setattr(os, "fsync", refuse)
+    replace_system_call(monkeypatch, "fsync", refuse)
     state_file.write(tmp_path / "state.json", SAVED)
     assert state_file.read(tmp_path / "state.json") == SAVED
 

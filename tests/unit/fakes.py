@@ -52,6 +52,11 @@ def forbid_locks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fcntl.flock", flock)
 
 
+def replace_system_call(monkeypatch: pytest.MonkeyPatch, name: str, function: Any) -> None:
+    """Replaces os.`name`, since no file system and kernel here refuses it."""
+    monkeypatch.setattr(os, name, function, raising=False)
+
+
 def set_cuda(monkeypatch: pytest.MonkeyPatch, cuda: Any) -> None:
     """Replaces torch.cuda by `cuda`, as there is no other way to have a GPU."""
     monkeypatch.setattr("torch.cuda", cuda)

@@ -14,6 +14,7 @@ import fsspec
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
+from tests.unit.fakes import replace_system_call
 from training.background_writer import BackgroundWriter
 
 
@@ -68,8 +69,8 @@ class Disk:
         self.refuses: int | None = None
         self.room = 0
         self._open, self._write, self._io_open = os.open, os.write, open
-        monkeypatch.setattr(os, "open", self._opens)
-        monkeypatch.setattr(os, "write", self._writes)
+        replace_system_call(monkeypatch, "open", self._opens)
+        replace_system_call(monkeypatch, "write", self._writes)
         self._replace = Path.replace
         monkeypatch.setattr(Path, "replace", lambda path, target: self._replaces(path, target))
 

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import subprocess
 import sys
 from pathlib import Path
@@ -13,12 +14,11 @@ import pytest
 import torch
 
 from configs.check import check, check_offloaded_gradients
-from configs.errors import ConfigError
+from configs.errors import ConfigError, explained
 from configs.load import load
 from configs.schema import RunConfig
 from parallelisms.float8 import Float8Config
 from tests.unit.fakes import add_models, set_cuda, set_package
-from training.config import TrainingConfig
 
 TOML = """\
 [training]
@@ -431,14 +431,19 @@ print(*{"sympy", "torch._dynamo", "torch.distributed.tensor"} & sys.modules.keys
     assert done.stdout.split() == []
 
 
-def test_a_mistake_in_code_is_told_with_its_line(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_mistake_in_code_is_told_with_its_line() -> None:
     """Python raises ValueError for one, as a check does for a bad setting."""
 
-    def check(section: TrainingConfig) -> None:
-        _, _ = (section.seed,)
+    def check(values: tuple[int, ...]) -> None:
+        _, _ = values
 
-    monkeypatch.setattr(TrainingConfig, "check", check)
-    line = check.__code__.co_firstlineno + 1
-    assert complaints(folder) == [
-        f"not enough values to unpack (expected 2, got 1) (tests/unit/test_config_check.py, line {line})"
-    ]
+    with pytest.raises(ValueError) as mistake:
+        check((1,))
+    place = f"tests/unit/test_config_check.py, line {check.__code__.co_firstlineno + 1}"
+    assert explained(mistake.value) == f"not enough values to unpack (expected 2, got 1) ({place})"
+    with pytest.raises(ValueError) as library:
+        ipaddress.ip_address("here")
+    assert explained(library.value).startswith("'here' does not appear to be an IPv4 or IPv6 address (tests/unit/")
+    with pytest.raises(ValueError) as meant:
+        raise ConfigError("training.steps = 0: must be >= 1")
+    assert explained(meant.value) == "training.steps = 0: must be >= 1"

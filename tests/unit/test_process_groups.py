@@ -38,7 +38,7 @@ from ft.process_groups.gloo import GlooEngine, ProcessGroupGloo, form_gloo
 from ft.process_groups.nccl import ProcessGroupNCCL
 from ft.process_groups.store import StoreClient, parse, serve
 from ft.quantized import CollectiveQueue
-from tests.unit.fakes import set_cuda
+from tests.unit.fakes import replace_system_call, set_cuda
 from tests.waiting import in_time
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
@@ -797,7 +797,7 @@ def test_a_reduce_op_that_cannot_cross():
 
 @pytest.mark.skipif(sys.platform != "linux", reason="macOS has no pidfds, and children go without")
 def test_children_without_pidfds_are_refused(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(os, "pidfd_open", lambda pid: os.close(-1))
+    replace_system_call(monkeypatch, "pidfd_open", lambda pid: os.close(-1))
     said = (
         'fault_tolerance.process_group = "baby_gloo": this kernel or container has no pidfd_open (Bad file descriptor)'
     )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import threading
 from contextlib import suppress
@@ -15,6 +14,7 @@ import pytest
 
 from ft.protocol.step import Ledger
 from scripts.samples import prove, read
+from tests.unit.fakes import replace_system_call
 from tests.unit.storage import AtOnce, Disk, until_written
 from training import metrics_writer as relay
 from training.background_writer import BackgroundWriter
@@ -306,7 +306,7 @@ def test_a_checkpoint_brings_the_rows_of_its_steps(tmp_path: Path, of: str, furt
 
 def test_figures_are_on_disk_where_a_checkpoint_is_to_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     synced: list[str] = []
-    monkeypatch.setattr(os, "fsync", lambda fd: synced.append(Path(f"/proc/self/fd/{fd}").readlink().name))
+    replace_system_call(monkeypatch, "fsync", lambda fd: synced.append(Path(f"/proc/self/fd/{fd}").readlink().name))
     a, b = two(tmp_path)
     for group in (a, b):
         group.commits(1)

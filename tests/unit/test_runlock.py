@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.fakes import forbid_locks
+from tests.unit.fakes import forbid_locks, replace_system_call
 from training.durable_files import RunLock, cause_of, replace_file, sync_path
 
 HOLD = """
@@ -80,10 +80,10 @@ def test_containers_with_equal_names_and_ids_replace_a_file_at_once(
 
     def other_writes(descriptor: int) -> None:
         fsync(descriptor)
-        monkeypatch.setattr(os, "fsync", fsync)
+        replace_system_call(monkeypatch, "fsync", fsync)
         replace_file(path, b"other")
 
-    monkeypatch.setattr(os, "fsync", other_writes)
+    replace_system_call(monkeypatch, "fsync", other_writes)
     replace_file(path, b"this")
     assert path.read_bytes() == b"this" and list(tmp_path.iterdir()) == [path]
 
