@@ -106,7 +106,8 @@ def check_resume(config: RunConfig, changed: Collection[str], *, world_size: int
         steps = training.steps - step
         if config.fault_tolerance.enable or ledger.get("rewinds") or training.skip:  # as Components.resume_data
             steps = min(steps, STEPS_TO_STOP * config.fault_tolerance.inner_steps)
-        data.continue_segments(ledger["position"], ledger["holes"], changed, steps * batch)
+        in_holes = len(ledger["holes"]) * ledger.get("slot_size", batch)
+        data.continue_segments(ledger["position"], ledger["holes"], changed, max(0, steps * batch - in_holes))
 
     _gather(config, [rule])
 

@@ -419,9 +419,10 @@ class Components:
         # with several groups, or skipped data, the step at which the budgets end is not known yet: Run.check_budgets stops the run
         early = self.config.fault_tolerance.enable or position or self.manager.rewinds or self.config.training.skip
         steps = min(left, STEPS_TO_STOP * self.inner_steps) if early else left
-        begin = ledger.get("position", 0)
-        needed = steps * self.slot_size + max(0, position - begin)
-        text = self.data.continue_segments(begin, ledger.get("holes", ()), self.changes, needed)
+        begin, holes = ledger.get("position", 0), ledger.get("holes", ())
+        in_holes = len(holes) * ledger.get("slot_size", 0)  # trained on before what begins at `begin`
+        needed = max(0, steps * self.slot_size - in_holes) + max(0, position - begin)
+        text = self.data.continue_segments(begin, holes, self.changes, needed)
         if text and self.world.global_rank == 0:
             self.log.warning("%s", text)
 

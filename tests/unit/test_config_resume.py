@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 import pytest
@@ -43,12 +43,12 @@ def configured(*argv: str) -> RunConfig:
     return load(["run.toml", *argv])
 
 
-def save_run(name: str) -> tuple[Path, int]:
+def save_run(name: str, holes: Sequence[int] = ()) -> tuple[Path, int]:
     """Writes a run's settings and its checkpoint of two ranks. Returns that, and the sequences until the budget ends."""
     config = configured(f"--job.name={name}")
     data = open_data(config.training, config.validation, ByteTokenizer(), "", log=Lines())
     order = data.order(seed=0, seq_len=16)
-    ledger = {"slot_size": 4, "position": POSITION, "holes": [], "unable": [], "skipped": [], "pending": []}
+    ledger = {"slot_size": 4, "position": POSITION, "holes": [*holes], "unable": [], "skipped": [], "pending": []}
     step = {"step": STEP, "commit_id": "", "commit_quorum_id": 0, "ledger": ledger}
     states = {"ledger": to_checkpoint(step), "data": data.state_dict()}
     folder = config.run_folder / "checkpoint"
@@ -84,6 +84,9 @@ def test_budgets_end_where_the_checkpoint_says(tmp_path: Path, monkeypatch: pyte
         f"--training.steps: {(last + 1 - STEP) * 4} sequences are needed from 40 on, but the budgets of training.sources end after "
         f"{end - 40}; set fewer steps, or larger budgets"
     )
+    save_run("holes", [8, 16])
+    assert refused("--job.name=holes", f"--training.steps={last + 2}") == "", "the next two steps take the holes"
+    assert "needed from 40 on" in refused("--job.name=holes", f"--training.steps={last + 3}")
     # they stop at the end of the budgets
     skipping = (
         "--training.skip=[{first = 4, end = 8}]",

@@ -112,7 +112,7 @@ class _Data:
     def continue_segments(self, position: int, holes: Sequence[int], changed: Collection[str], sequences: int) -> str:
         """Begins a new segment at `position`, after the state of a checkpoint was loaded, if its settings differ. Returns a text about it,
         or "". `holes`: earlier positions that are still to be trained on. `changed`: keys that differ from the saved
-        config.toml. `sequences`: how many the run is still to train on. Raises ValueError if the data cannot be continued."""
+        config.toml. `sequences`: how many are still needed from `position` on. Raises ValueError if the data cannot be continued."""
         return ""
 
     def validation_orders(self, *, seq_len: int) -> dict[str, StoreOrder | DocumentOrder]:
