@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
@@ -191,3 +193,22 @@ def test_workers_give_the_same_batches_and_end(tmp_path: Path) -> None:
             next(working.load([-8]))
         assert isinstance(caught.value.__cause__, AssertionError)
     assert workers() == 0
+
+
+def test_workers_end_with_a_trainer_that_is_killed() -> None:
+    """They hold its standard output, as long as they live."""
+    program = """
+from torch.utils.data import DataLoader
+from training.data.loader import end_with_trainer, iterate
+workers = {"num_workers": 1, "multiprocessing_context": "forkserver", "worker_init_fn": end_with_trainer}
+batches = iterate(DataLoader([0, 1], persistent_workers=True, **workers))
+next(batches)
+print("reads", flush=True)
+input()
+"""
+    process = subprocess.Popen(
+        [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout and process.stdout.readline() == "reads\n"
+    process.kill()
+    process.communicate(timeout=60)

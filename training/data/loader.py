@@ -4,13 +4,14 @@ Letters: B local batch size, T seq_len."""
 
 from __future__ import annotations
 
+import os
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import islice
-from multiprocessing import resource_tracker
+from multiprocessing import parent_process, resource_tracker
 from queue import SimpleQueue
 from typing import Any
 
@@ -233,6 +234,7 @@ class WorkerLoader(BatchLoader):
             prefetch_factor=config.prefetch_factor,
             persistent_workers=True,
             multiprocessing_context="forkserver",
+            worker_init_fn=end_with_trainer,
         )
 
     def start(self, tasks: list[Task]) -> Callable[[], Batch]:
@@ -246,6 +248,18 @@ class WorkerLoader(BatchLoader):
     def close(self) -> None:
         super().close()
         end_workers(self._loader)
+
+
+def end_with_trainer(worker: int) -> None:
+    """Ends this worker when its trainer is gone. torch's worker watches the process that forked it: the fork server, which lives as long as
+    a worker does."""
+
+    def wait() -> None:
+        if trainer := parent_process():
+            trainer.join()
+            os._exit(1)
+
+    threading.Thread(target=wait, daemon=True).start()
 
 
 @contextmanager

@@ -21,6 +21,7 @@ from training.data.loader import (
     BatchLoader,
     SlotPartition,
     Task,
+    end_with_trainer,
     end_workers,
     iterate,
     make_batch,
@@ -138,6 +139,7 @@ class StreamingLoader(BatchLoader):
             num_workers=workers,
             prefetch_factor=config.dataloader.prefetch_factor if workers else None,
             multiprocessing_context="forkserver" if workers else None,
+            worker_init_fn=end_with_trainer,
         )
 
     def start(self, tasks: list[Task]) -> Callable[[], Batch]:
