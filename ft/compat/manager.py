@@ -424,9 +424,8 @@ class Manager:
         at the same step. If the others continue, `leave()` before the last step saves them a retry. `wait` has no effect: it waits.
         `at_exit`: only announces it. Called so at the program's end."""
         atexit.unregister(self.shutdown)
-        if at_exit and hasattr(
-            sys, "last_type"
-        ):  # an error: other ranks may wait for this one until the server kills them
+        # after an error other ranks may wait for this one until the server kills them
+        if at_exit and hasattr(sys, "last_type"):
             return
         if self._is_decided and self.core.machine.phase is Phase.BOUNDARY and not self.core.machine.void:
             self.core.may_exit = True  # this group has sent everything that others may wait for
