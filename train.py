@@ -248,7 +248,7 @@ class Run(Components):
                     raise
                 return self.log.warning("%s: this group gets its state from another", failure)
             except ValueError as error:
-                raise BadInput(self.config.origin.explain(str(error))) from None
+                raise BadInput(self.config.origin.explain(explained(error))) from None
         rewinds, self.log.step = self.manager.rewinds, self.manager.step
         back_to, skipped = rewinds[-1].step, rewinds[-1].skipped
         in_a_row = len([*takewhile(lambda each: each.step == back_to, reversed(rewinds))])

@@ -100,7 +100,7 @@ def check_resume(config: RunConfig, changed: Collection[str], *, world_size: int
         tokenizer = build_tokenizer(config.model.tokenizer_path)
         silent, vocab_size = Log(stream=io.StringIO()), config.model.vocab_size
         data = open_data(training, config.validation, tokenizer, "", log=silent, vocab_size=vocab_size)
-        if "data" not in config.checkpoint.exclude_from_loading or path.is_relative_to(config.run_folder):
+        if not config.checkpoint.excludes("data") or path.is_relative_to(config.run_folder):
             data.load_state_dict(segments)
         batch = training.slot_size(degrees(config.parallelism, world_size).data_parallel)
         steps = training.steps - step
@@ -294,6 +294,10 @@ def _check_sets(config: RunConfig) -> Iterator[str]:
             yield f"validation.enable = true: this run has held no documents out so far; name [[validation.sources]]{others}"
     labels = {source.label for source in config.training.sources}
     for index, source in enumerate(config.validation.sources):
+        if source.label == "held_out" and config.training.dataset_held_out:
+            yield (
+                f'validation.sources[{index}].name = "held_out": the documents that training holds out have this name; give another one'
+            )
         if source.label in labels:
             yield f'validation.sources[{index}].name = "{source.label}": a source of training has this name; give another one'
 

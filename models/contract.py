@@ -7,10 +7,11 @@ Tensor parallelism reads the model's `tp_plan`; a module-level TP_PLAN, as in mo
 models/<name>_hf.py, if there is one, holds the model's `Format` for scripts/hf.py, as models/llama_hf.py does.
 
 Parts of Model, by what needs them; most are checked before any rank is launched (configs/check.py):
-    every run               dim, tok_embeddings, layers, norm, output; forward with labels; init_weights, flops_per_token
+    every run               dim, tok_embeddings, layers, norm, output; forward with labels; init_weights, flops_per_token; a parameter
+                            that is trained; shared ones only inside a block, except for tied embeddings
     tensor parallelism      tp_plan, with an entry for each module with parameters, except Experts; Config.check_tensor_parallel, since a
                             degree that divides the features may still divide a head
-    context parallelism     forward with positions; self.attend in each attention
+    context parallelism     forward with positions; self.attend in each attention, ops.causal_attention until it is replaced
     training.document_mask  forward with document_starts, which it passes to self.attend
     pipeline                no parameter outside of layers, tok_embeddings, norm and output, none tied; forward skips what is None;
                             the hidden state between layers is [B, T, dim] in the compute dtype

@@ -35,7 +35,8 @@ def head_loss(
     whole = torch.compile(loss, backend=compile.backend) if wanted else loss
     vocab_parallel: Callable[..., Tensor] | None = None
     # both of one class: for a subclass with another __call__ alone the logits are gathered
-    paired = vars(type(loss)).keys() >= {"__call__", "vocab_parallel"}
+    pair = {"__call__", "vocab_parallel"}
+    paired = pair <= next((vars(kind).keys() for kind in type(loss).__mro__ if pair & vars(kind).keys()), set())
     if loss_parallel and paired and hasattr(loss, "vocab_parallel"):  # see training/loss.py
         vocab_parallel = torch.compile(loss.vocab_parallel, backend=compile.backend) if wanted else loss.vocab_parallel
 

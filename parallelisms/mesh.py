@@ -145,7 +145,7 @@ class MeshCoordinate:
 
     @cached_property
     def counts_tokens(self) -> bool:
-        """True for the one rank that counts the tokens of its sequences, of the ranks with the same sequences."""
+        """Returns True on the one rank that counts the tokens of its sequences, of the ranks with the same sequences."""
         return self.pp_rank == self.cp_rank == self.tp_rank == 0
 
 

@@ -136,7 +136,7 @@ class ReplicaSupervisor:
 
     @property
     def is_refused(self) -> bool:
-        """True if its first launch has ended at once with bad input, which is then that of all groups."""
+        """Returns True if its first launch has ended at once with bad input, which is then that of all groups."""
         return self.code == 2 and self.short_runs > 0 and not self.restarted_at_s
 
     def ended(self) -> int | None:

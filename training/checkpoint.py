@@ -256,7 +256,7 @@ class Checkpointer:
         return self._loader.checkpoint_to_continue()
 
     def set_abandoned_aside(self) -> None:
-        """Sets aside, on rank 0, what load_step goes back behind: see CheckpointLoader.set_abandoned_aside. Raises OSError."""
+        """Sets aside, on rank 0, the checkpoints newer than load_step: see CheckpointLoader.set_abandoned_aside. Raises OSError."""
         self._loader.set_abandoned_aside()
 
     def wait(self) -> None:

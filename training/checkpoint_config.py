@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path, PurePath
 from typing import Annotated, Literal
 
@@ -104,6 +105,10 @@ class CheckpointConfig:
         """The reason for which no checkpoint is saved; "": they are."""
         setting = "checkpoint.load_only = true" if self.enable else "checkpoint.enable = false"
         return f"nothing is saved ({setting})" if self.load_only or not self.enable else ""
+
+    def excludes(self, state: str) -> bool:
+        """Returns True if exclude_from_loading leaves out all names of a state."""
+        return any(name.rstrip(".") == state or fnmatchcase(f"{state}.", name) for name in self.exclude_from_loading)
 
     @property
     def local_folder(self) -> str:

@@ -180,7 +180,7 @@ class CheckpointFetcher:
             return None
 
     def fetch_initial(self) -> Path:
-        """Returns the checkpoint that initial_load_path names, copied out of an object store, once, if it is a URL. In rank 0. Raises
+        """Returns the checkpoint that initial_load_path names, copied out of an object store, once, if it is a URL. On rank 0. Raises
         CheckpointFailed, and ValueError if there is none."""
         name = self._config.initial_load_path
         if not is_url(name):

@@ -106,11 +106,8 @@ class Manifest:
         return self.branch, self.step
 
     def to_json(self) -> str:
-        body = {
-            "format": FORMAT,
-            "config_digest": "",
-            **asdict(self),
-        }  # the digest is always empty, and part of format 1
+        # the digest is always empty, and part of format 1
+        body = {"format": FORMAT, "config_digest": "", **asdict(self)}
         body["settled"] = not body.pop("outside_quorum")
         if not self.branch:  # as versions without it write, and read
             del body["branch"]

@@ -279,7 +279,7 @@ class CheckpointLoader:
             names = [name for name in self._states if name != ROWS_STATE]  # metrics of the other run
         if problem := self._restore(path, found, names, initial=setting):
             raise CheckpointFailed(f"{setting}: damaged: {problem}")
-        if config.initial_load_model_only or "ledger" in config.exclude_from_loading:  # as in `checkpoint_to_continue`
+        if config.initial_load_model_only or config.excludes("ledger"):  # as in `checkpoint_to_continue`
             return None
         return found.step if isinstance(found, Manifest) else None
 
@@ -363,8 +363,7 @@ def checkpoint_to_continue(
     step = config.load_step if config.load_step >= 0 else checkpoint_files.newest(folder)
     if step is not None or checkpoint_files.list_steps(folder):
         return None if step is None else checkpoint_files.step_folder(folder, step)
-    excluded = "ledger" in config.exclude_from_loading
-    if not config.initial_load_path or config.initial_load_model_only or excluded:
+    if not config.initial_load_path or config.initial_load_model_only or config.excludes("ledger"):
         return None
     if is_url(config.initial_load_path):
         return fetch_initial() if fetch_initial else None

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from configs.check import gradient_device_type
+from configs.errors import explained
 from configs.load import CONFIG_FILE
 from configs.saved import as_tables, save, shared_setting_digests, to_toml
 from configs.schema import RunConfig
@@ -225,7 +226,7 @@ class Components:
 
     def checkpoint_states(self, rows: MetricsWriter) -> dict[str, Stateful]:
         """Returns the states that a checkpoint contains, by their names in it, which are part of its format. A joining group receives all
-        but UNHEALED_STATES; a new one needs a line in `reset`, too:
+        but UNHEALED_STATES; a state that is added needs a line in `reset`, too:
 
         model, optimizer   weights and buffers; the optimizer's state and parameter groups
         outer_optimizer    with a semi_sync_method: state of its outer optimizer, and
@@ -420,7 +421,8 @@ class Components:
         early = self.config.fault_tolerance.enable or position or self.manager.rewinds or self.config.training.skip
         steps = min(left, STEPS_TO_STOP * self.inner_steps) if early else left
         begin, holes = ledger.get("position", 0), ledger.get("holes", ())
-        in_holes = len(holes) * ledger.get("slot_size", 0)  # trained on before what begins at `begin`
+        # trained on before what begins at `begin`; a rewind, which gives `position`, skips them (Ledger.rewind)
+        in_holes = 0 if position else len(holes) * ledger.get("slot_size", 0)
         needed = max(0, steps * self.slot_size - in_holes) + max(0, position - begin)
         text = self.data.continue_segments(begin, holes, self.changes, needed)
         if text and self.world.global_rank == 0:
@@ -462,7 +464,7 @@ class Components:
             try:
                 self.load()
             except ValueError as error:
-                raise BadInput(self.config.origin.explain(str(error))) from None
+                raise BadInput(self.config.origin.explain(explained(error))) from None
 
     def report_storage(self, message: str) -> None:
         """Reports a storage failure, or its end: log, events, dashboard. Called mostly in the background writer's thread."""

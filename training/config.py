@@ -253,8 +253,8 @@ class ResumeConfig:
     allow: Annotated[
         str,
         "comma-separated keys that may differ from the run's config.toml, such as optimizer.lr; the new values hold from the next step on; "
-        "other differences in model, dtype of the weights, data, batch, update rule or semi-sync settings are refused; all other keys may "
-        "differ anyway",
+        "other differences in model, dtype of the weights, data, batch, update rule, semi-sync settings, or keys that configs/saved.py "
+        "does not list, are refused; all other keys may differ anyway",
     ] = ""
 
     @property

@@ -49,7 +49,8 @@ class EMA:
         """Loads the averages; resets them if that of any parameter is missing."""
         # of another model, or left out of loading
         if not {*self.averages, "n_averaged"} <= state.keys():
-            return self.reset()
+            self.reset()
+            return
         for name, average in self.averages.items():
             if average is not state[name]:
                 average.copy_(state[name])

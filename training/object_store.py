@@ -209,9 +209,8 @@ class ObjectStore:
                 with (partial / file.name).open("ab") as copy:
                     copy.truncate(file.size_bytes)
             with ThreadPoolExecutor(FETCHES, thread_name_prefix="checkpoint-fetch") as pool:
-                for count in pool.map(
-                    fetch_segment, checkpoint_files.segments(manifest)
-                ):  # an exception here cancels the rest
+                # an exception here cancels the rest
+                for count in pool.map(fetch_segment, checkpoint_files.segments(manifest)):
                     on_bytes(count)
             if is_present():  # another group that shares the folder was faster, and reads it now
                 checkpoint_files.remove_partial(folder, step, suffix)

@@ -31,7 +31,7 @@ GRACE_S = 20.0  # from the report to the end of the process
 
 def dump_stacks(after_s: float) -> None:
     """Writes every thread's stack to standard error after `after_s` and exits with code 1: in C, so also while Python waits for the GIL.
-    Writes nothing if nobody reads standard error, which may be the cause of the hang, as that would block the exit, too."""
+    Writes nothing if standard error takes nothing now: that may be the cause of the hang, and would block the exit, too."""
     is_read = select.select([], [sys.stderr], [], 0)[1]
     descriptor = sys.stderr.fileno() if is_read else os.open(os.devnull, os.O_WRONLY)
     faulthandler.dump_traceback_later(after_s, exit=True, file=descriptor)

@@ -50,7 +50,7 @@ def test_a_copied_result_is_never_that_of_a_failed_reduction():
 
 
 def test_losses_are_reduced_between_two_steps():
-    """As torchtitan's trainer does after the optimizer's step. c dies where the others reduce, which costs neither of them a step."""
+    """The trainer of torchtitan does so after the optimizer's step. c dies where the others reduce, which costs neither of them a step."""
     logged: dict[str, dict[int, list[float]]] = {"a": {}, "b": {}, "c": {}}
     died_at: list[int] = []
 

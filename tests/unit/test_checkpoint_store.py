@@ -303,10 +303,11 @@ def test_a_run_starts_from_another_ones_checkpoint(tmp_path: Path):
     other = Job(tmp_path / "2", seed=1, initial_load_path=f"{URL}/run/step-4", initial_load_model_only=False)
     assert other.checkpointer.load() == 4 and same(other.everything(), job.everything())
     assert other.checkpointer.checkpoint_to_continue() == tmp_path / "2" / "initial" / "step-4"
-    settings = {"initial_load_model_only": False, "exclude_from_loading": ("ledger",)}
-    begins = Job(tmp_path / "4", seed=1, initial_load_path=f"{URL}/run/step-4", **settings)
-    assert begins.checkpointer.load() is None is begins.checkpointer.checkpoint_to_continue()
-    assert begins.ledger.state["step"] == 0
+    for number, name in enumerate(("ledger", "ledger.", "led*"), 4):
+        settings = {"initial_load_model_only": False, "exclude_from_loading": (name,)}
+        begins = Job(tmp_path / str(number), seed=1, initial_load_path=f"{URL}/run/step-4", **settings)
+        assert begins.checkpointer.load() is None is begins.checkpointer.checkpoint_to_continue()
+        assert begins.ledger.state["step"] == 0
     wrong = Job(tmp_path / "3", initial_load_path=f"{URL}/run/step-3")
     with pytest.raises(ValueError, match=r"run/step-3\": not a checkpoint; steps there: 2, 4; nearest: 4"):
         wrong.checkpointer.load()

@@ -206,6 +206,7 @@ BETWEEN_SECTIONS = {  # ranks and overrides -> the one message
     "1 --fault_tolerance.enable --comm.init_method=tcp://localhost:29500": '--comm.init_method = "tcp://localhost:29500": with fault_tolerance.enable = true all groups would use one rendezvous; nearest: "env://", with a rendezvous per group from its launcher',
     "1 --fault_tolerance.enable --training.dataset=huggingface --training.dataset_path=a/b": '--training.dataset = "huggingface": a stream cannot be assigned to replica groups, each sequence once; nearest: "store", made of the same data set by scripts/prepare_data.py, or fault_tolerance.enable = false',
     '1 --training.dataset=store --training.sources=[{path="stores/a"}] --validation.enable --validation.sources=[{path="other/a"}]': '--validation.sources[0].name = "a": a source of training has this name; give another one',
+    '1 --training.dataset=store --training.sources=[{path="stores/a"}] --validation.enable --validation.sources=[{path="held_out"}]': '--validation.sources[0].name = "held_out": the documents that training holds out have this name; give another one',
     "1 --float8.precompute_float8_dynamic_scale_for_fsdp": "--float8.precompute_float8_dynamic_scale_for_fsdp = true: needs float8.enable_fsdp_float8_all_gather; set it to false",
 }
 

@@ -6,9 +6,7 @@ from itertools import product
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import _StridedShard
@@ -16,7 +14,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from models import llama
 from parallelisms.fsdp import shard_dim
 from parallelisms.mesh import ParallelDims
-from parallelisms.tensor import apply_tensor_parallel, check_plan
+from parallelisms.tensor import check_plan
 
 
 def meta(vocab: int = 61, changes: dict[str, str | None] | None = None) -> llama.Llama:
@@ -78,18 +76,6 @@ def test_a_shared_parameter_that_would_become_two_is_refused_by_name() -> None:
         check_plan(model, degrees(2))
     model.__class__ = Joined
     check_plan(model, degrees(2))
-
-
-def test_frozen_parameters_stay_frozen_when_they_are_sharded() -> None:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        model = meta().requires_grad_(False)
-        model.layers["0"].attention.wq.weight.requires_grad_(True)
-        apply_tensor_parallel(model, init_device_mesh("cpu", (1,), mesh_dim_names=("tp",)), overlap=False)
-    finally:
-        dist.destroy_process_group()
-    trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
-    assert trained == ["layers.0.attention.wq.weight"]
 
 
 def test_rows_that_torch_would_mistake_are_not_cut_twice() -> None:
