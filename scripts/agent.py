@@ -127,7 +127,7 @@ class Agent(LocalElasticAgent):
     def __init__(
         self, spec: WorkerSpec, output: Output, ranks: LocalRanks, clock: Clock, pause: Callable[[float], object]
     ) -> None:
-        super().__init__(spec, output)
+        super().__init__(spec, output, exit_barrier_timeout=EXIT_TIMEOUT_S)  # which torch's log names
         self._ranks, self._clock, self._pause, self._restarted_at_s = ranks, clock, pause, list[float]()
         self._started_s, self._short_runs, self._delay_s = 0.0, 0, 0.0
 

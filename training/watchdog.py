@@ -10,7 +10,7 @@ import faulthandler
 import json
 import math
 import os
-import select
+import stat
 import sys
 import threading
 import time
@@ -31,9 +31,13 @@ GRACE_S = 20.0  # from the report to the end of the process
 
 def dump_stacks(after_s: float) -> None:
     """Writes every thread's stack to standard error after `after_s` and exits with code 1: in C, so also while Python waits for the GIL.
-    Writes nothing if standard error takes nothing now: that may be the cause of the hang, and would block the exit, too."""
-    is_read = select.select([], [sys.stderr], [], 0)[1]
-    descriptor = sys.stderr.fileno() if is_read else os.open(os.devnull, os.O_WRONLY)
+    Waits for no room in a pipe that nobody reads: that may be the cause of the hang, and would block the exit, too."""
+    descriptor = sys.stderr.fileno()
+    if stat.S_ISFIFO(os.fstat(descriptor).st_mode):
+        with contextlib.suppress(
+            OSError
+        ):  # opened again, as O_NONBLOCK is of the open file, which other processes share
+            descriptor = os.open(f"/proc/self/fd/{descriptor}", os.O_WRONLY | os.O_NONBLOCK)
     faulthandler.dump_traceback_later(after_s, exit=True, file=descriptor)
 
 

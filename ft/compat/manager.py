@@ -217,6 +217,7 @@ class Manager:
         self.core.register_state("batches_committed", lambda: self._batches, partial(setattr, self, "_batches"))
         if load_state_dict is not None and state_dict is not None:
             self.set_state_dict_fns(load_state_dict, state_dict)
+        self._pid = os.getpid()  # a fork inherits what is registered
         # programs for torchft may end without it; then the group's server would kill the other ranks
         atexit.register(self.shutdown, at_exit=True)
 
@@ -424,8 +425,8 @@ class Manager:
         at the same step. If the others continue, `leave()` before the last step saves them a retry. `wait` has no effect: it waits.
         `at_exit`: only announces it. Called so at the program's end."""
         atexit.unregister(self.shutdown)
-        # after an error other ranks may wait for this one until the server kills them
-        if at_exit and hasattr(sys, "last_type"):
+        # inside a step, or after an error, other ranks may wait for this one until the server kills them; a fork is not the program
+        if at_exit and (self._body or hasattr(sys, "last_type") or os.getpid() != self._pid):
             return
         if self._is_decided and self.core.machine.phase is Phase.BOUNDARY and not self.core.machine.void:
             self.core.may_exit = True  # this group has sent everything that others may wait for

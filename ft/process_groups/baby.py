@@ -48,8 +48,9 @@ class ProcessGroupBaby(ProcessGroup):
         if sys.platform == "linux":
             try:  # a child's pidfd tells when it writes no more to memory that it was lent
                 os.close(os.pidfd_open(os.getpid()))
-            except OSError as error:
-                why = f"this kernel or container has no pidfd_open ({error.strerror}), as Linux before 5.3"
+            except (AttributeError, OSError) as error:  # AttributeError: Python was built for an older kernel
+                cause = getattr(error, "strerror", None) or error
+                why = f"this kernel or container has no pidfd_open ({cause}), as Linux before 5.3"
                 named = f'fault_tolerance.process_group = "baby_{self.NATIVE}"'
                 raise ValueError(f'{named}: {why}; nearest: "{self.NATIVE}"') from None
         super().__init__(timeout, rendezvous_s=rendezvous_s)

@@ -207,7 +207,10 @@ class Collectives(dist.ProcessGroup):
     _allgather_base = all_gather_single = all_gather_single_coalesced = allgather_into_tensor_coalesced
     _reduce_scatter_base = reduce_scatter_single = reduce_scatter_single_coalesced = reduce_scatter_tensor_coalesced
     all_to_all_single = alltoall_base
-    broadcast_one = broadcast  # torchft's: (tensor, root)
+
+    def broadcast_one(self, tensor: Tensor, root: int) -> dist.Work:
+        """Broadcasts one tensor: torchft's name and arguments."""
+        return self.broadcast([tensor], root=root)
 
 
 class GroupWork(dist.Work):

@@ -141,13 +141,13 @@ class RankReports:
 
 class Process:
     """A live process on this host. It is referred to by a pidfd where there are any (Linux 5.3; some containers forbid them), so that a
-    signal never reaches a later process with the same pid."""
+    signal never reaches a later process with the same pid; without one it may, in the 0.2 s before a group's trainers are killed."""
 
     def __init__(self, pid: int, proc: Path = Path("/proc")) -> None:
         self.pid, self._proc = pid, proc
         self._handle: int | None = None
         if sys.platform == "linux":
-            with suppress(OSError):
+            with suppress(OSError, AttributeError):  # the latter: Python was built for an older kernel
                 self._handle = os.pidfd_open(pid)
 
     def when_ended(self, do: Callable[[], None]) -> None:
@@ -163,11 +163,11 @@ class Process:
         loop.add_reader(handle, readable)
 
     def is_stopped(self) -> bool:
-        """True when stopped by SIGSTOP or a debugger. False if that cannot be determined."""
+        """Returns True when stopped by SIGSTOP or a debugger. False if that cannot be determined."""
         return self._status().get("State", "")[:1] in ("T", "t")
 
     def is_dying(self) -> bool:
-        """True when killed but not gone, for example in a system call that waits for a file server. False if unknown."""
+        """Returns True when killed but not gone, for example in a system call that waits for a file server. False if unknown."""
         status = self._status()
         killed = any(int(status.get(mask, "0"), 16) & 1 << signal.SIGKILL - 1 for mask in ("SigPnd", "ShdPnd"))
         return killed or status.get("State", "")[:1] == "Z"

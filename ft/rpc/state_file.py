@@ -92,7 +92,7 @@ def read_or_refuse(path: Path) -> m.PersistentState | None:
 
 def try_to_write(path: Path) -> None:
     """Raises OSError if `write` would. Leaves no file behind, and does not disturb a lighthouse that writes there."""
-    probe = path.with_name(f"{path.name}.{os.getpid()}")
+    probe = path.with_name(f"{path.name}.{uuid.uuid4().hex[:12]}")
     probe.touch()
     probe.unlink()
 

@@ -30,7 +30,6 @@ from tests.waiting import in_time
 # Says each SIGTERM, and lives on: what it does with one is its own affair.
 TRAINER = """
 import signal, sys, time
-from tests.unit.fakes import replace_system_call
 signal.signal(signal.SIGTERM, lambda *_: print("asked", flush=True))
 print("trains", flush=True)
 while True: time.sleep(100)

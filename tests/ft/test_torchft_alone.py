@@ -236,16 +236,21 @@ assert manager.should_commit()
 """
 
 
-@pytest.mark.parametrize(("end", "clean"), [("", True), ("raise KeyError", False)])
+@pytest.mark.parametrize(
+    ("end", "clean"), [("", True), ("raise KeyError", False), ("manager.start_quorum(); sys.exit(1)", False)]
+)
 def test_a_program_that_ends_without_shutdown_has_left(end: str, clean: bool):
-    """Else the group's server would announce a loss, and kill the group's other ranks, which may still save something. After an error
-    it does: they may wait for this rank."""
+    """The group's server would announce a loss otherwise, and kill the group's other ranks, which may still save something. After an
+    error, and inside a step, it does: they may wait for this rank."""
     seen: list[m.Event] = []
     server = LighthouseServer("127.0.0.1:0", 1, observer=lambda now_s, event, out: seen.append(event))
-    ended = subprocess.run([sys.executable, "-c", PROGRAM + end, server.address()], cwd=ROOT, timeout=LIMIT_S)
-    assert ended.returncode == (not clean) and in_time(lambda: any(isinstance(event, m.StreamClosed) for event in seen))
-    assert any(isinstance(event, m.Leave) and event.clean for event in seen) == clean
-    server.shutdown()
+    try:
+        ended = subprocess.run([sys.executable, "-c", PROGRAM + end, server.address()], cwd=ROOT, timeout=LIMIT_S)
+        closed = in_time(lambda: any(isinstance(event, m.StreamClosed) for event in seen))
+        assert ended.returncode == (not clean) and closed
+        assert any(isinstance(event, m.Leave) and event.clean for event in seen) == clean
+    finally:
+        server.shutdown()
 
 
 @pytest.mark.parametrize(("options", "warns"), [({}, True), ({"insecure": True}, False)])

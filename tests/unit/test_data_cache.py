@@ -323,9 +323,7 @@ def test_without_locks_the_rename_decides(tmp_path: Path, corpus_file: Path, mon
         """A tokenizer during whose call another process, simulated, completes the same build."""
 
         def encode_documents(self, documents: Sequence[bytes]) -> tuple[np.ndarray, np.ndarray]:
-            with monkeypatch.context() as context:
-                context.setattr(os, "getpid", lambda: 1)
-                self.faster = open_small(config, cache)
+            self.faster = open_small(config, cache)
             return super().encode_documents(documents)
 
     forbid_locks(monkeypatch)

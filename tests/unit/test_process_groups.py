@@ -613,7 +613,7 @@ def test_a_dummy_ends_everything_at_once():
     group = ProcessGroupDummy(rank=0, world=2)
     value = torch.arange(4.0)
     assert group.allreduce([value]).wait() and value.tolist() == [0, 1, 2, 3]
-    assert group.broadcast_one(value, root=0).wait() and value.tolist() == [0, 1, 2, 3]
+    assert group.broadcast_one(tensor=value, root=0).wait() and value.tolist() == [0, 1, 2, 3]
     gathered = [torch.zeros(4), torch.zeros(4)]
     group.allgather([gathered], [value]).wait()
     assert all(part.equal(value) for part in gathered)

@@ -258,14 +258,17 @@ stuck_in_the_loader()
     assert "stuck_in_the_loader" in done.stderr
 
 
-def test_a_hang_of_which_nobody_reads_the_output_ends_too() -> None:
+@pytest.mark.parametrize("room", [0, 4096])
+def test_a_hang_of_which_nobody_reads_the_output_ends_too(room: int) -> None:
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
-    with os.fdopen(reader), os.fdopen(writer, "wb", buffering=0) as full:
+    with os.fdopen(reader, "rb", buffering=0) as unread, os.fdopen(writer, "wb", buffering=0) as full:
         while full.write(b"x" * 4096):  # None: the pipe is full
             pass
+        unread.read(room)
         os.set_blocking(writer, True)
-        program = "import time\nfrom training.watchdog import dump_stacks\ndump_stacks(0.05)\ntime.sleep(600)"
+        deep = f"def {'f' * 200}(n): return {'f' * 200}(n - 1) if n else time.sleep(600)"  # a dump of 20 KB
+        program = f"import time\nfrom training.watchdog import dump_stacks\n{deep}\ndump_stacks(0.05)\n{'f' * 200}(99)"
         process = subprocess.Popen([sys.executable, "-c", program], stdout=full, stderr=full)
         try:
             assert process.wait(60) == 1

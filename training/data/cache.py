@@ -17,6 +17,7 @@ import errno
 import hashlib
 import json
 import os
+import secrets
 import shutil
 import socket
 import time
@@ -199,7 +200,7 @@ class _Cache:
 
     def _build(self, key: str, content: str, lock: _BuildLock) -> None:
         """Writes the folder under a temporary name and renames it; keeps the folder of another process that has finished first."""
-        temporary = self._folder / f"{key}.tmp-{socket.gethostname()}-{os.getpid()}"
+        temporary = self._folder / f"{key}.tmp-{socket.gethostname()}-{secrets.token_hex(8)}"
         try:
             temporary.mkdir()
             dtype = "uint16" if self._tokenizer.vocab_size <= 1 << 16 else "uint32"
