@@ -98,6 +98,7 @@ def tree(tmp_path: Path) -> Path:
     for package in ("training", "ft"):
         (tmp_path / package).symlink_to(ROOT / package)
     (tmp_path / "configs").mkdir()
+    shutil.copy2(ROOT / "configs" / "errors.py", tmp_path / "configs")
     os.mkfifo(tmp_path / "started")
     for name, text in {
         "train.py": TRAIN,
