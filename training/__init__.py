@@ -46,8 +46,8 @@ How are parameters frozen, adapters added, a model fine-tuned? By requires_grad_
     the weights of another, checkpoint.exclude_from_loading names adapters that these lack; scripts/hf.py imports from Hugging Face.
     -> parallelisms/parallelize.py:parallelize, training/checkpoint_config.py:CheckpointConfig, training/states.py:OptimizerState
 How is a state of the run added? By a name in `checkpoint_states`: it is saved, loaded, and sent to a joining group, in tensors that stay
-    the same. A rewind to step 0 needs a line in `reset`. A checkpoint without it is refused, unless _OPTIONAL of checkpoint_dcp.py lists
-    it. What groups compare bit by bit is attached in `build_manager`.
+    the same. A rewind to step 0 needs a line in `reset`. A checkpoint without it is refused, unless _OPTIONAL lists it. What groups
+    compare bit by bit is attached in `build_manager`.
     -> training/components.py:Components.checkpoint_states, training/components.py:Components.reset, training/checkpoint_dcp.py:fit
 How does another model get TP and PP? TP by its tp_plan, module name -> kind; PP by the names of its children, if its forward skips those
     that are None. Its code has no collective; models/contract.py lists all parts, and the checks before the start name most missing ones.
