@@ -150,9 +150,8 @@ def check_saved(config: RunConfig, folder: Path, *, world_size: int | None = Non
     # a stream has one order, and no position that another data set could continue
     allowed = ("rule",) if "huggingface" in kinds else ("rule", "order")
     refused = [each for each in differences if each[0] not in config.resume.keys or _change(each[0]) not in allowed]
-    undo = {
-        _NO_SUCH_KEY: f"; to continue without it, remove it from {folder / CONFIG_FILE}"
-    }  # one of a fork, as a rule
+    # a key of a fork, as a rule
+    undo = {_NO_SUCH_KEY: f"; to continue without it, remove it from {folder / CONFIG_FILE}"}
     problems = [f"{config.origin.place(key)}: saved {old}, now {new}{undo.get(new, '')}" for key, old, new in refused]
     if problems:
         if can := [key for key, _, new in refused if _change(key) in allowed and new != _NO_SUCH_KEY]:

@@ -329,9 +329,8 @@ class OptimizerStep:
                     if gradients:
                         torch._foreach_div_(gradients, grad_scale.item())
                 self.optimizer.step()
-        with self.progress.phase(
-            "optimizer" if fused else "reduce"
-        ):  # on CUDA a wait for the norm and the fused kernels
+        # on CUDA a wait for the norm and the fused kernels
+        with self.progress.phase("optimizer" if fused else "reduce"):
             grad_norm, *losses = values.tolist()
         spike = "" if spikes is None or not divisor else spikes.judge(grad_norm, losses[0], divisor)
         if not divisor:

@@ -34,9 +34,8 @@ def dump_stacks(after_s: float) -> None:
     Waits for no room in a pipe that nobody reads: that may be the cause of the hang, and would block the exit, too."""
     descriptor = sys.stderr.fileno()
     if stat.S_ISFIFO(os.fstat(descriptor).st_mode):
-        with contextlib.suppress(
-            OSError
-        ):  # opened again, as O_NONBLOCK is of the open file, which other processes share
+        # opened again, as O_NONBLOCK is of the open file, which other processes share
+        with contextlib.suppress(OSError):
             descriptor = os.open(f"/proc/self/fd/{descriptor}", os.O_WRONLY | os.O_NONBLOCK)
     faulthandler.dump_traceback_later(after_s, exit=True, file=descriptor)
 

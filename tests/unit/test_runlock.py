@@ -88,7 +88,7 @@ def test_containers_with_equal_names_and_ids_replace_a_file_at_once(
     assert path.read_bytes() == b"this" and list(tmp_path.iterdir()) == [path]
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="/proc cannot sync anything")
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux has /proc, which cannot be synced")
 def test_a_folder_that_its_file_system_cannot_sync_is_no_error() -> None:
     sync_path(Path("/proc/self"))
     with pytest.raises(OSError, match="Invalid argument"):
