@@ -11,8 +11,8 @@ Where is a gradient reduced? In the last backward, on the thread that runs it (o
 Who decides a commit (should_commit)? Each group for itself: the worst vote of its ranks wins. Groups do not vote with each other: a
     complete sum, whose tail says that no group needs a retry, is the same in all of them.
     -> protocol/step.py:StepMachine._vote_on_commit, protocol/group.py:GroupMachine._tally_votes
-A death between vote and commit? Groups whose sums completed commit its contribution with theirs. The others fail, and heal from these in
-    the next quorum. A step that only the dead group had committed is repeated.
+A death between vote and commit? Groups whose sums are complete commit the dead group's contribution, too. The others vote "failed", and
+    heal from these in the next quorum. A step that only the dead group had committed is repeated.
     -> protocol/rules.py:reference_state, protocol/group.py:GroupMachine._decide, protocol/group.py:recover_src_replica_ranks
 How does a joiner know that bytes are right? By a digest of each chunk, the layout, and a token that the offer was valid to the end; its
     step, commit_quorum_id and commit_id must be those of the quorum's reference state. Over HTTP a second source is used only if all its
@@ -33,6 +33,11 @@ Which timeouts exist? Seven settings of [fault_tolerance], described in Timeouts
     TORCHFT_TIMEOUT_SEC and TORCHFT_QUORUM_TIMEOUT_SEC. All others are constants *_S at the top of a module, or attributes *_s of a class.
     The docstring of manager.py has the trainer's exception for each.
     -> protocol/messages.py:Timeouts, config.py:FaultTolerance, manager.py:ManagerOptions
+What ends a hang? Of a process that is stopped, its silence: heartbeat_timeout_s. Of a trainer whose server still sends heartbeats, the
+    waits of the others: 10 s or stall_s. Of a link that is cut, probes. Of one rank of a group, its server after stall_s, or the watchdog
+    of training/. The last resort is collective_s.
+    -> protocol/roster.py:Roster.silent, protocol/quorum_record.py:QuorumRecord.find_stalled, process_groups/probe.py:Prober.probe,
+    protocol/group.py:GroupMachine._on_tick, process_groups/base.py:Generation._keep_limit
 How do the ranks of a group agree on an error? One whose sums failed votes at the group server, which fails the attempt for all. Then the
     ranks all-reduce their votes: if all are yes and name no divergent member, rank 0 votes for all, else each votes at the server; all
     follow its outcome. Without an Agreement, and while a heal is open, each votes at the server at once.

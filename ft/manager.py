@@ -8,10 +8,10 @@ interface over this class (compat/manager.py).
     group server ---notices, in a thread---------+                                               ---> Healer        offers, fetches state
                                                                                                  ---> GroupClient   quorum requests, votes
 
-Any thread may feed the machine: the threads of notices, of a fetch, of background votes, and the trainer's, which carries out all effects
-but InterruptCollectives, in order, inside begin_step, reduce, commit and rewind. A notice, in its own thread, ends the offer of its
-generation and interrupts the trainer's wait for peers. One effect overlaps with the trainer's forward and backward: a process group may
-form meanwhile (`_effect_ahead`); then nothing is launched before `reduce`.
+Any thread may feed the machine: the threads of notices, of a fetch, of background votes, and that of the step (the trainer's; in a
+backward of ft.Manager autograd's), which carries out all effects but InterruptCollectives, in order, inside begin_step, reduce, commit and
+rewind. A notice, in its own thread, ends the offer of its generation and interrupts the trainer's wait for peers. One effect overlaps with
+the trainer's forward and backward: a process group may form meanwhile (`_effect_ahead`); then nothing is launched before `reduce`.
 
     timeout of                                       what the trainer gets
     a collective or a rendezvous with other groups   no exception: the step is repeated, in begin_step or after `commit` returned None
@@ -306,6 +306,7 @@ class Manager:
             with self._telemetry.phase_timer.phase("rebuild"):
                 self._feed(self._wait_formed(self.quorum))
             effect = self._carry_out_effects()
+            # _drop_gradients, an effect, drops what was computed ahead
             is_computed, self._ahead = self._ahead is not None, None
         if isinstance(effect, m.Compute | m.LaunchRemaining) and is_computed:
             assert self.quorum is not None
@@ -323,7 +324,7 @@ class Manager:
                 self._zeros_sent = (effect.quorum_id, effect.step)
                 self._feed(self._launch(effect))
             effect = self._carry_out_effects(before_vote=True)
-        if effect is None:
+        if effect is None:  # the next effect is the vote "yes"
             tail = self.machine.tail
             assert tail is not None, "all reductions are complete"
             return StepTotals(tuple(max(0.0, count) for count in tail.tokens), tail.loss_sum, True)
@@ -562,7 +563,10 @@ class Manager:
 
     def _request_quorum(self, call: m.RankCall) -> m.Event | None:
         self.gradients.prepare()
-        self.process_group.prepare()
+        try:
+            self.process_group.prepare()
+        except ProcessGroupError as error:
+            raise GroupEnded(str(error)) from None
         member = replace(
             call.member,
             shrink_only=self.shrink_only,
@@ -610,7 +614,7 @@ class Manager:
                     holders=[rank for rank, member in enumerate(quorum.members) if member in quorum.participants],
                     wait=False,
                 )
-            except MustExit as error:
+            except ProcessGroupError as error:  # too many old generations, or a preparation that fails
                 raise GroupEnded(str(error)) from None
             self._trainer_effect = self._effect_ahead()
             self._is_forming = self._trainer_effect is not None
@@ -623,7 +627,8 @@ class Manager:
 
     def _effect_ahead(self) -> m.Compute | None:
         """Returns the Compute that the trainer may carry out while the process group forms, equal on all ranks of the group. None: in
-        `reduce`, before the first commit, in the last step, without slots, or where the backward or a kept gradient needs an attempt."""
+        `reduce`, before the first commit, in the last step, without slots, with gradients that are kept of a failed attempt, or where the
+        backward or a body needs an attempt that has begun."""
         machine, options, until = self.machine, self._options, self._until
         is_first_or_last = not self._has_committed or (until is not None and self.step + 1 >= until)
         needs_attempt = options.zeros_wait or options.deterministic_reduce or type(self.gradients) is not Gradients
@@ -704,9 +709,9 @@ class Manager:
         self._attempt_id = attempt
 
     def _launch_when_healed(self, effect: m.LaunchRemaining) -> m.Event | None:
-        """Launches at once: gradients; zeros of an attempt that has begun; zeros or gradients that a body has sent in this step already, if
-        the user has not written to a tensor since. Else waits for an open heal, and leaves the zeros to the trainer: a torchft program
-        (ft/compat/manager.py) runs its body, at whose end `reduce` launches them. Without a state the attempt fails."""
+        """For ft.Manager (compat/manager.py), whose step has a body. Launches at once what needs no body: gradients; zeros of an attempt
+        that has begun; what this step's body has sent before, if the user has not written to a tensor since. Else waits for an open heal,
+        and leaves the zeros to the body, at whose end `reduce` launches them. Without a state the attempt fails."""
         machine, attempt = self.machine, (effect.quorum_id, effect.attempt, effect.step)
         repeats = bool(machine.contribution.tokens) or (effect.quorum_id, effect.step) == self._zeros_sent
         if not effect.zeros or attempt == self._attempt_id or (repeats and self.gradients.can_repeat):

@@ -213,7 +213,7 @@ class SemiSyncManager:
     def use_outer_weights(self) -> Iterator[None]:
         """Puts the outer weights into the model, between two rounds, to evaluate or export them. Waits first for joiners that still receive
         them, as after the last step, for heal_grace_s at most."""
-        self._manager.healer.transport.fence()  # the exchange is in place
+        self._manager.healer.transport.fence()  # swap writes to the tensors that joiners receive
         for fragment in self.fragments:
             fragment.swap()
         try:

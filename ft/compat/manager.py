@@ -11,8 +11,8 @@ spare, one that has just healed) sends zeros, receives the others' mean, and ste
 arriving state in start_quorum.
 
 The step is decided when all reductions are complete: with DistributedDataParallel at the end of the backward, else in should_commit. Failed
-reductions are repeated in the next generation, with the same gradients. In two cases the step is dropped in all groups instead,
-as in torchft: a tensor was changed after it had been averaged, or the groups have several ranks.
+reductions are repeated in the next generation, with the same gradients. The step is dropped in all groups instead, as in
+torchft, if a tensor was changed after it had been averaged, or is averaged with repeat=False, or if the groups have several ranks.
 """
 
 from __future__ import annotations
@@ -59,8 +59,6 @@ from ft.seam import Commit
 from ft.user_allreduce import UserAllreduce
 
 T = TypeVar("T")
-NOT_REDUCED = frozenset({torch.int16, torch.uint16, torch.uint32, torch.uint64})
-NOT_REDUCED_BY_GLOO = frozenset(dtype for name, dtype in vars(torch).items() if name.startswith("float8_"))
 IGNORED = {  # arguments of torchft without effect here, with the reason
     "use_async_quorum": "a quorum is requested only after a change, and before the body, whose batch depends on it",
     "enable_error_bus": "the lighthouse always notifies the other groups of a loss or error at once (docs/torchft.md)",
@@ -90,8 +88,9 @@ class Manager:
     `world_size_mode`: which groups train.
     `checkpoint_transport`: an HTTPTransport (the default) or PGTransport, equal in all groups, or a healing.transport.Transport.
 
-    `quorum_timeout`: longest wait of start_quorum; None: no limit. `timeout`: longest reduction, at least stall_s (60 s): it is only a
-    backstop, as losses are notified at once, and groups wait for one that heals. Also the default of wrap_future, without that minimum.
+    `quorum_timeout`: longest wait of start_quorum; None: no limit. `timeout`: longest reduction, at least stall_s (60 s), and
+    heal_grace_s with heartbeat_timeout_s: it is only a backstop, as losses are notified at once, and groups wait for one that heals. Also
+    the default of wrap_future, without that minimum.
 
     Not in torchft: `interface` (addresses.advertised), `every_step` (request a quorum before each step, which torchft's lighthouse
     requires), `insecure` (serve other machines without a token), `times` (heartbeat_timeout_s and heal_grace_s are the lighthouse's),
@@ -184,7 +183,9 @@ class Manager:
             dies_with_group=dies_with_group,
         )
         self._timeout_s = _seconds(environment.timeout_s, timeout) or 0.0
-        pg.timeout_s = max(pg.timeout_s, self._timeout_s, times.stall_s)
+        # the others wait in their reductions for a group that heals, which the lighthouse ends after heal_grace_s
+        heals_s = times.heal_grace_s + times.heartbeat_timeout_s
+        pg.timeout_s = max(pg.timeout_s, self._timeout_s, times.stall_s, heals_s)
         self.core = core.Manager(
             pg,
             config,
@@ -521,9 +522,7 @@ def _check_reducible(pg: ProcessGroup, tensor: Tensor, *, quantized: bool = Fals
         raise ValueError(
             f"a tensor of shape {tuple(tensor.shape)} on {device}: {type(pg).__name__} reduces tensors on {needed}; nearest: {nearest}"
         )
-    unsupported = NOT_REDUCED if "gloo" in pg.KIND or "nccl" in pg.KIND else frozenset()
-    unsupported |= NOT_REDUCED_BY_GLOO if "gloo" in pg.KIND else frozenset()
-    if tensor.dtype in unsupported and not quantized:
+    if tensor.dtype in pg.NOT_REDUCED and not quantized:
         raise ValueError(
             f"a tensor of {tensor.dtype}: {type(pg).__name__} cannot reduce it; pass a copy of another dtype"
         )

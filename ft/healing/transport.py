@@ -14,7 +14,7 @@ succeed in time, the offer is withdrawn: each reply ends with a *validity token*
 
 A forward may still write to offered buffers (BatchNorm's statistics): a chunk's digest, made for one joiner, is then not that of the bytes
 sent to another, which requests the chunk again. What a joiner requests again is copied, and its digest is that of the copy. Such buffers
-must come from one source (Manager.heal_from_one): the digests on which two sources agree are those of before the forward.
+must come from one source (heal_from_one of compat/manager.py): the digests on which two sources agree are those of before the forward.
 """
 
 from __future__ import annotations

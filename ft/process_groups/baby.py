@@ -30,8 +30,8 @@ from ft.process_groups.base import SIGNATURES, Operation, ProcessGroup
 from ft.process_groups.errors import ProcessGroupError, RendezvousFailed
 from ft.process_groups.fork_server import Channel, Child, ForkServer, fork_server_of_this_process
 from ft.process_groups.forming import Ended, Engine, Rendezvous
-from ft.process_groups.gloo import form_gloo
-from ft.process_groups.nccl import form_nccl
+from ft.process_groups.gloo import ProcessGroupGloo, form_gloo
+from ft.process_groups.nccl import ProcessGroupNCCL, form_nccl
 
 # Replies: [kind, number, error, more]; more of FAILED: absent and mismatched ranks; of DROPPED: segments unmapped; of ENDED: source rank.
 READY, FAILED, ENDED, DROPPED = "ready", "failed", "ended", "dropped"
@@ -83,13 +83,13 @@ class ProcessGroupBaby(ProcessGroup):
 class ProcessGroupBabyGloo(ProcessGroupBaby):
     """gloo in a child process."""
 
-    KIND, NATIVE = "ft_baby_gloo", "gloo"
+    KIND, NATIVE, NOT_REDUCED = "ft_baby_gloo", "gloo", ProcessGroupGloo.NOT_REDUCED
 
 
 class ProcessGroupBabyNCCL(ProcessGroupBaby):
     """NCCL in a child process, on the device that is current in the constructor's thread."""
 
-    KIND, DEVICE, NATIVE = "ft_baby_nccl", "cuda", "nccl"
+    KIND, DEVICE, NATIVE, NOT_REDUCED = "ft_baby_nccl", "cuda", "nccl", ProcessGroupNCCL.NOT_REDUCED
 
 
 class ChildEngine:
@@ -204,7 +204,10 @@ class ChildGroup(shared.SharedPoolClient):
 
         def build(rendezvous: Rendezvous) -> Engine:
             try:
-                self.engine = form_gloo(rendezvous) if kind == "gloo" else self._form_nccl(rendezvous, device)
+                form = {"gloo": lambda: form_gloo(rendezvous), "nccl": lambda: self._form_nccl(rendezvous, device)}[
+                    kind
+                ]
+                self.engine = form()
             except Exception as error:
                 self._reply(FAILED, 0, str(error), [rendezvous.absent, rendezvous.mismatched])
                 raise

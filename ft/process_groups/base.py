@@ -6,14 +6,14 @@ nccl.py, or baby.py, whose child uses these two) starts it on a native process g
 ProcessGroup is also torch's: after `register` dist.all_reduce and its like, functional collectives and DeviceMesh accept it.
 
 A new kind of process group is added here:
-- its engine and its subclass (`KIND`, `DEVICE`, `_build`), in a module beside gloo.py and nccl.py; in a child also baby.py: the subclass
-  with `NATIVE`, and ChildGroup.form, which takes every kind but gloo for NCCL;
+- its engine, with the guarantees of forming.Engine, and its subclass (`KIND`, `DEVICE`, `NOT_REDUCED`, `_build`), in a module beside
+  gloo.py and nccl.py; in a child also baby.py: the subclass with `NATIVE`, and ChildGroup.form;
 - its name in ft/config.py: the setting process_group, ProcessGroupKind, and _KINDS: for each device of the gradients one kind in this
   process and one in a child, of which the error of process_group_kind names the nearest; then `make docs`;
 - its class in start.make_process_group; environment variables that it requires in nccl.process_settings;
 - its public name, if programs written for torchft use it: ft/__init__.py, ft/process_group.py, docs/torchft.md;
-- in tests/multiproc `KINDS` of test_process_groups.py and test_process_group_deaths.py, and the classes of `make` in the former and in
-  group_member.py; with a public name also MODULES of tests/unit/test_torchft_names.py.
+- in tests/multiproc `KINDS` of test_process_groups.py and test_process_group_deaths.py, the classes of `make` in the former, and those of
+  `Member.prepare` in group_member.py; with a public name also MODULES of tests/unit/test_torchft_names.py.
 """
 
 # mypy: disable-error-code="override, assignment"
@@ -320,7 +320,7 @@ class Generation:
             engine, self.engine = self.engine, None
             self.first_work.notify()
         assert engine is not None
-        reaper.take(partial(_end, engine, self._watch, then), f"abandoned: {reason}")
+        reaper.take(partial(_end_engine, engine, self._watch, then), f"abandoned: {reason}")
 
     def _keep_limit(self) -> None:
         while True:
@@ -338,7 +338,7 @@ class Generation:
             del oldest
 
 
-def _end(engine: Engine, watch: threading.Thread, then: Callable[[], None] | None) -> None:
+def _end_engine(engine: Engine, watch: threading.Thread, then: Callable[[], None] | None) -> None:
     engine.end()
     watch.join()
     if then is not None:
@@ -358,7 +358,7 @@ class Reaper:
 
     def take(self, end: Callable[[], object], what: str) -> None:
         """Calls `end` in a thread, and returns at once. `what`: name in errors."""
-        thread = threading.Thread(target=self._end, args=(end,), name="ft-reaper", daemon=True)
+        thread = threading.Thread(target=self._run, args=(end,), name="ft-reaper", daemon=True)
         with self._changed:
             self._pending[thread] = what
         thread.start()
@@ -377,7 +377,7 @@ class Reaper:
         with self._changed:
             return self._changed.wait_for(lambda: len(self._pending) <= most, limit_s)
 
-    def _end(self, end: Callable[[], object]) -> None:
+    def _run(self, end: Callable[[], object]) -> None:
         this = threading.current_thread()
         try:
             end()
@@ -396,6 +396,7 @@ class ProcessGroup(Collectives):
 
     KIND = "ft"
     DEVICE: Literal["cpu", "cuda", ""] = "cpu"  # type of device whose tensors it reduces; "": any
+    NOT_REDUCED: frozenset[torch.dtype] = frozenset()  # dtypes that its backend refuses
     IN_CHILD = False  # True: operations run in a child process, which uses tensors from shared.empty without a copy
 
     def __init__(self, timeout: timedelta | float = 60.0, *, rendezvous_s: float = 10.0) -> None:

@@ -36,8 +36,8 @@ class Engine(Protocol):
         """Starts a base.Operation, and calls `ended` once, from any thread, when nothing reads or writes its tensors any more."""
 
     def interrupt(self) -> None:
-        """Ends pending operations as soon as possible, here and on the peers. Returns at once; may be called from any thread, and twice.
-        With NCCL, `end` does this; operations on peers end by the notices that the peers get."""
+        """Begins to end pending operations, here and on the peers, as far as that needs no wait; `end` does the rest (with NCCL all of it).
+        Their works have ended before. Returns at once; may be called from any thread, and twice."""
 
     def end(self) -> None:
         """Releases all resources, after `interrupt`; returns when nothing touches a tensor any more. May take long, or never return."""

@@ -40,6 +40,10 @@ class ProcessGroupGloo(ProcessGroup):
     """gloo in this process."""
 
     KIND = "ft_gloo"
+    NOT_REDUCED = frozenset(
+        {torch.int16, torch.uint16, torch.uint32, torch.uint64}
+        | {dtype for name, dtype in vars(torch).items() if name.startswith("float8_")}
+    )
 
     def __init__(self, timeout: timedelta | float = 60.0, *, rendezvous_s: float = 10.0) -> None:
         if not sockets.DESCRIPTORS.is_dir():

@@ -55,6 +55,7 @@ class ProcessGroupNCCL(ProcessGroup):
     device of the constructor's thread; a generation is formed in a different thread, and CUDA begins each thread on device 0."""
 
     KIND, DEVICE = "ft_nccl", "cuda"
+    NOT_REDUCED = frozenset({torch.int16, torch.uint16, torch.uint32, torch.uint64})
 
     def __init__(
         self, timeout: timedelta | float = 60.0, *, rendezvous_s: float = 10.0, device: int | None = None

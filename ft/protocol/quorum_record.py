@@ -152,6 +152,7 @@ class QuorumRecord:
         present, peers, previous = self._roster.present, self._roster.peers, self._roster.previous
         # once the generation is over, its members request a quorum: one that still waits in its all-reduce hangs
         waiting = {} if self.failed or self.lost else self._waiting
+        # the first of each collection is its oldest, which is enough for the early return: islice(..., 1)
         asking_since_s = [peers[i].called_at_s for i in islice(present, 1)]
         if self._change:  # a newcomer's wait counts from the announcement: members then request a quorum within a step
             asking_since_s += [max(peers[i].called_at_s, self._change_at_s) for i in islice(self._roster.candidates, 1)]
@@ -162,7 +163,7 @@ class QuorumRecord:
         }
         since_s = [*asking_since_s, *(waiting[i] for i in islice(waiting, 1)), *returned_since_s.values()]
         if not since_s or now_s - min(since_s) < min(STALL_FLOOR_S, self._times.stall_s, self._times.heal_grace_s):
-            return [], ""  # the first of each collection is its oldest, so these few are enough
+            return [], ""
         # a member that waits in an older attempt is behind itself: those in the newest one wait for it
         newest_attempt = max((report.launched for report in self._reports.values()), default=0)
         waits = {i: at_s for i, at_s in waiting.items() if i in peers and self._reports[i].launched == newest_attempt}

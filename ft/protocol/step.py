@@ -16,8 +16,8 @@ where the generation fails): forward and backward are completed, and if the all-
 "failed".
 
 A commit vote that is not yes: `retry` means that all groups saw in the tail that one of them could not contribute, and they repeat the
-attempt on the same generation. With `failed` this group ends its generation, the lighthouse notifies the others (GenerationAborted), and
-all continue in the next quorum; a group that had committed alone is the reference there, and the others heal.
+attempt on the same generation. With `failed` this group ends its generation and requests a quorum, the lighthouse notifies the others
+(GenerationAborted), and all continue in the next quorum; a group that had committed alone is the reference there, and the others heal.
 
 Design choices:
 - A group that cannot use its gradients asks for a retry in the tail of the first attempt, and in that of the retry writes UNABLE for each

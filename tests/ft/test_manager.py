@@ -19,7 +19,7 @@ from torch._C._distributed_c10d import HashStore
 from ft.manager import Manager, ManagerOptions
 from ft.process_groups.baby import ProcessGroupBabyGloo
 from ft.process_groups.base import ProcessGroup
-from ft.process_groups.errors import MustExit
+from ft.process_groups.errors import MustExit, ProcessGroupError
 from ft.process_groups.gloo import ProcessGroupGloo
 from ft.protocol import compare
 from ft.protocol import messages as m
@@ -435,14 +435,21 @@ def test_a_generation_that_does_not_end_holds_up_no_close():
         assert a.manager.process_group.reaper.wait(LIMIT_S) and ends == [True]
 
 
-def test_a_rank_that_cannot_form_a_further_group_ends_to_be_restarted():
-    class Full(ProcessGroupGloo):
-        def configure(self, *what: Any, **more: Any) -> None:
-            raise MustExit("3 generations have not ended")
+@pytest.mark.parametrize(
+    ("call", "error"),
+    [
+        ("configure", MustExit("3 generations have not ended")),
+        ("configure", ProcessGroupError("the fork server dies")),
+        ("prepare", ProcessGroupError("the fork server dies")),
+    ],
+)
+def test_a_rank_that_cannot_form_a_further_group_ends_to_be_restarted(call: str, error: Exception):
+    def fails(self: ProcessGroupGloo, *what: Any, **more: Any) -> None:
+        raise error
 
     with job(min_replicas=1) as made:
-        error = made.group("a", steps=1, group=Full)[0].join().error
-        assert isinstance(error, GroupEnded) and str(error) == "3 generations have not ended"
+        found = made.group("a", steps=1, group=type("Full", (ProcessGroupGloo,), {call: fails}))[0].join().error
+        assert isinstance(found, GroupEnded) and str(found) == str(error)
 
 
 # ------------------------------------------------------------------------------------------------ weights that went wrong

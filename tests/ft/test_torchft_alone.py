@@ -300,6 +300,12 @@ def test_a_port_that_is_given_stands_above_its_variable(lighthouse: LighthouseSe
             Manager(ProcessGroupGloo(), None, None, 1, **given)
 
 
+def test_the_others_wait_in_a_reduction_as_long_as_a_heal_may_take(lighthouse: LighthouseServer):
+    group, times = ProcessGroupGloo(timeout=5), m.Timeouts(heal_grace_s=300.0, takeover_s=300.0)
+    Manager(group, None, None, 1, lighthouse_addr=lighthouse.address(), replica_id="long", times=times).shutdown()
+    assert group.timeout_s == 305
+
+
 def test_what_changes_nothing_is_said_once(
     lighthouse: LighthouseServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
