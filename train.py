@@ -160,14 +160,14 @@ class Run(Components):
             garbage_collection.step(step)
             fault_injector.step(step)
         if self.manager.step < steps:
-            larger = "larger budgets of training.sources, or without them, continue the run"
+            larger = "set larger budgets in training.sources, or remove them, to continue the run"
             return self.print_summary("stopped at", larger if self.budgets_end else "")
         self.saver.save_last(lambda: requests & STOP > 0 or self.signals.take() & STOP > 0)
         self.sample()
         self.print_summary("finished")
 
     def train_step(self) -> bool:
-        """Runs a step. False: it is not committed, the run went back, or this group has got to the last step by a heal or checkpoint."""
+        """Runs a step. False: it is not committed, the run went back, or this group has reached the last step by a heal or a checkpoint."""
         with self.progress.phase("quorum"):
             assignment = self.manager.begin_step(until=self.config.training.steps)
         if assignment.steps_before >= self.config.training.steps:
@@ -185,9 +185,11 @@ class Run(Components):
             return False
         error = None if contributes else self.nonfinite(local, "is committed without this group")
         if error and not self.world.global_rank:
-            self.log.warning("%s", error)  # assigned again, unless UNABLE in MAX_UNABLE steps (ft/protocol/step.py)
+            self.log.warning(
+                "%s", error
+            )  # its slots come again, unless UNABLE in MAX_UNABLE steps (ft/protocol/step.py)
         step = self.manager.step  # exceeds assignment.steps_before + 1 if this group has healed meanwhile
-        # inner_update (never falsy): the group has made its steps already, and `commit` the outer step
+        # inner_update: with a semi_sync_method (else None) the inner steps are made already, and `commit` has made the outer one
         update = local.inner_update or self.optimizer_step.step(step - 1, commit.divisor, commit.mean_loss)
         spike = update.spike
         if spike and on_spike == "rewind":

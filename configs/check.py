@@ -486,11 +486,11 @@ def _check_data_and_model(config: RunConfig, world_size: int) -> None:
             f"nearest: {tokenizer.vocab_size}, or 0 for the tokenizer's"
         )
     check_sources(config.training, vocab_size=vocab_size)
-    training, small = config.training, config.training.dataset in ("store", "huggingface")
-    if not small:
+    training, opens_fast = config.training, config.training.dataset in ("store", "huggingface")
+    if not opens_fast:
         # tokenised here, to check that its splits have a sequence; for a large corpus this is slow and hardly fails
-        small = sum(file.size for file in find_source(training).files) <= SMALL_BYTES
-    if small:
+        opens_fast = sum(file.size for file in find_source(training).files) <= SMALL_BYTES
+    if opens_fast:
         silent = Log(stream=io.StringIO())  # the run logs the same lines
         with suppress(OSError), tempfile.TemporaryDirectory() as cache:  # TMPDIR may be full: the run checks again
             data = open_data(training, config.validation, tokenizer, cache, log=silent, vocab_size=vocab_size)

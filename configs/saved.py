@@ -30,7 +30,7 @@ LOCAL_BATCH = "training.local_batch_size"
 # never: it would be another run
 # order: if resume.allow names it, where data has random access, which then begins anew (training/data/dataset.py)
 # rule: if resume.allow names it; what an older state lacks for it begins anew (EMA, spike window)
-# groups: always, as length and layout
+# groups: always, but equal in all groups, such as length and layout
 # free: always, and groups may differ in it
 # A key that has no prefix here is one that a fork has added, and may change the result.
 Change = Literal["never", "order", "rule", "groups", "free"]

@@ -15,7 +15,7 @@ import torch
 import models
 from configs.document import Origin
 from ft.config import FaultTolerance
-from models.contract import Model, ModelConfig, model_error
+from models.contract import Model, ModelConfig, check_contract, model_error
 from models.init import NoInit
 from parallelisms.activation_checkpoint import ActivationCheckpointConfig
 from parallelisms.distributed import ENV, CommConfig
@@ -94,9 +94,11 @@ class RunConfig:
         build = model_module(self.model.name).build
         try:
             with torch.device("meta"), NoInit():
-                return build(self.model, vocab_size=vocab_size, max_seq_len=max_seq_len or self.training.seq_len)
+                model = build(self.model, vocab_size=vocab_size, max_seq_len=max_seq_len or self.training.seq_len)
         except Exception as error:
             raise model_error(error, self.model.name, "build") from error
+        check_contract(model, self.model.name)
+        return model
 
     def execution_config(self, precision: Precision, *, vocab_size: int, device_type: str) -> ExecutionConfig:
         return ExecutionConfig(

@@ -21,9 +21,9 @@ the hook comes after the reduce-scatter inside the group, in the stream of its r
 all-reduced between the same ranks of all groups. The total becomes `.grad` by pointing there (`deliver`): nothing is copied back. A retry
 copies the same gradients into other buckets, so it reduces the same bits.
 
-Memory, beside autograd's own gradients, which live until `deliver`: see memory.py; also twice the size of users' tensors, and three buckets
-while a quantized one is reduced. With keep=False gradients of at least 1 MiB are reduced in place, or, with shared=True, freed when they
-are copied: a failure loses them.
+Memory: memory.py has the formula; users' tensors take twice their size more, and a quantized bucket that is reduced three buckets.
+Autograd's own gradients live until `deliver`. With keep=False gradients of at least 1 MiB are reduced in place, or, with shared=True, freed
+when they are copied: a failure loses them.
 
 `deterministic_reduce` (`slots` = S > 0): addition of floats is not associative, so the bits of one sum depend on the groups that have
 computed the slots. Here the layout has S copies of each gradient, one for each slot. A slot's owner sends its gradients in that copy, all

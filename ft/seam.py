@@ -21,14 +21,14 @@ from ft.protocol.messages import STEPS_PER_BRANCH, Commit, Rewound
 class DataAssignment:
     """The slots of the next step that are assigned to this replica group (protocol/step.py)."""
 
-    steps_before: int  # held steps included
+    steps_before: int  # committed steps before this one; held ones count
     slots: tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class StepTotals:
     """Sums of a step over all groups that contributed. `ok`: False if the attempt is known to have failed: `commit` then gives no Commit.
-    With SoloManager it is the `able` of `reduce`; a Manager leaves out a group that is not able."""
+    SoloManager: the `able` of `reduce`. Manager: True also without a group that is not able, which is left out."""
 
     # valid tokens; 0: that slot contributed nothing; if this group was assigned no slot, one element: the sum over all slots
     tokens_per_slot: Sequence[float]

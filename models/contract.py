@@ -10,7 +10,7 @@ Parts of Model, by what needs them; most are checked before any rank is launched
     every run               dim, tok_embeddings, layers, norm, output; forward with labels; init_weights, flops_per_token; a parameter
                             that is trained; shared ones only inside a block, except for tied embeddings
     tensor parallelism      tp_plan, with an entry for each module with parameters, except Experts; Config.check_tensor_parallel, since a
-                            degree that divides the features may still divide a head
+                            degree that divides the features may still split a head
     context parallelism     forward with positions; self.attend in each attention, ops.causal_attention until it is replaced
     training.document_mask  forward with document_starts, which it passes to self.attend
     pipeline                no parameter outside of layers, tok_embeddings, norm and output, none tied; forward skips what is None;
@@ -24,6 +24,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from inspect import signature
 from pathlib import Path
 from traceback import extract_tb
@@ -221,6 +222,13 @@ def check_contract(model: nn.Module, name: str) -> None:
         ),
         *((value.ndim > 0, f"{key} has no dim to shard; make it [1]") for key, value in model.named_parameters()),
         (any(p.requires_grad for p in model.parameters()), "no parameter requires a gradient"),
+        *(
+            (
+                any(fnmatchcase(key, pattern) for key, _ in model.named_parameters()),
+                f"own_updates: no parameter is {pattern}",
+            )
+            for pattern in model.own_updates
+        ),
         *(
             (
                 _unit(one) == _unit(other),

@@ -41,7 +41,7 @@ def apply_fsdp(
         dense = data_parallel_mesh(mesh, hsdp=True)
     choice = config.fsdp_reshard_after_forward
     always, by_shards = choice == "always", choice == "default" and mesh[PP].size() == 1
-    # the size of the last axis; with DDP alone that of the replicas, and `replicate` reads neither `reshard` nor `shards`
+    # the size of the last axis, the shards; with DDP alone the replicas, and `replicate` uses neither `reshard` nor `shards`
     reshard = always or (by_shards and dense.size(dense.ndim - 1) > 1)
     # experts may be sharded where nothing else is, as over tp
     reshard_experts = reshard or (by_shards and sparse.size(sparse.ndim - 1) > 1)
@@ -78,7 +78,7 @@ def apply_fsdp(
             replicate(list(modules), **options)
         else:
             fully_shard(list(modules), reshard_after_forward=reshard, shard_placement_fn=placement, **options)
-        leader = cast(FSDPModule, modules[0])
+        leader = cast(FSDPModule, modules[0])  # the first module has the FSDP state of its list
         # SUM without a factor: a factor of 1.0 would select PREMUL_SUM, which gloo does not support. torch's factor for one rank is 1.
         if axes.size() > 1:
             leader.set_gradient_divide_factor(cast(float, NoDivideFactor()))

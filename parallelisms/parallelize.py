@@ -1,6 +1,9 @@
 """Applies the parallel techniques to a model, in this order: pipeline split, loss, float8, tensor, expert and context parallel, activation
 checkpointing, compile, master dtype, FSDP, materialisation, initial values.
 
+A transform without a mesh axis, such as float8, is a call in parallelize(): before tensor parallelism it sees whole parameters, later
+DTensors; what it writes into them before to_empty is lost. Its settings are a field of ExecutionConfig.
+
 A technique with a mesh axis of its own also needs
 - in mesh.py the axis in AXES, its size in ParallelDims, this rank's place in `coordinate` and MeshCoordinate, its degree in
   ParallelismConfig and `degrees`, and a place in `data_parallel_mesh`, if its ranks have different tokens;

@@ -25,10 +25,12 @@ How does a resumed run find its next samples on another number of ranks? A check
     default, -1, would change it.
     -> ft/protocol/step.py:Ledger.assign, training/data/loader.py:SlotPartition.tasks, configs/saved.py:check_saved
 How is a checkpoint whole or absent? All ranks fsync their files in step-N.partial and report to rank 0 (with groups: of the writer
-    group), which renames the folder if no rank reports an error; otherwise it removes the folder, and all raise CheckpointFailed. A rank
+    group), which renames the folder if no rank reports an error; otherwise it removes the folder, and all raise CheckpointFailed, which
+    Saver logs; it tries again after 30 s. A rank
     that dies ends the others, exit code 1; the last checkpoint stays, and the next launch, with groups the next save, removes
     step-N.partial*.
-    -> training/checkpoint.py:Checkpointer._finish_save, training/rank_collectives.py:RankCollectives,
+    -> training/saver.py:Saver.save_due, training/checkpoint.py:Checkpointer.overdue, training/checkpoint_load.py:CheckpointLoader,
+    training/checkpoint.py:Checkpointer._finish_save, training/rank_collectives.py:RankCollectives,
     training/checkpoint_files.py:publish, training/writer_lease.py:WriterLease
 How is a metric added? In MetricsProcessor.step: a keyword of `_write_metrics` (the row), a tag in `scalars` (the chart), a field of the
     log line in `_line`. It has the optimizer's Update and the Commit, which are equal in all groups. A value that differs between ranks
@@ -45,13 +47,14 @@ How are parameters frozen, adapters added, a model fine-tuned? By requires_grad_
     checkpoints, heals and digests, and have no gradient and no optimizer state. checkpoint.initial_load_path begins a run at step 0 with
     the weights of another, checkpoint.exclude_from_loading names adapters that these lack; scripts/hf.py imports from Hugging Face.
     -> parallelisms/parallelize.py:parallelize, training/checkpoint_config.py:CheckpointConfig, training/states.py:OptimizerState
-How is a state of the run added? By a name in `checkpoint_states`: it is saved, loaded, and sent to a joining group, in tensors that stay
-    the same. A rewind to step 0 needs a line in `reset`. A checkpoint without it is refused, unless _OPTIONAL lists it. What groups
-    compare bit by bit is attached in `build_manager`.
+How is a state of the run added? By a name in `checkpoint_states`: it is saved, loaded, and sent to a joining group; its state_dict must
+    return the same tensors at each call. A rewind to step 0 needs a line in `reset`. A checkpoint without it is refused, unless _OPTIONAL
+    lists it. What groups compare bit by bit is attached in `build_manager`.
     -> training/components.py:Components.checkpoint_states, training/components.py:Components.reset, training/checkpoint_dcp.py:fit
-How does another model get TP and PP? TP by its tp_plan, module name -> kind; PP by the names of its children, if its forward skips those
-    that are None. Its code has no collective; models/contract.py lists all parts, and the checks before the start name most missing ones.
-    Not checked: a Config that does not override check_tensor_parallel, and a forward that calls a child that is None.
+How does another model get TP, PP, CP and EP? TP by its tp_plan, module name -> kind; PP by the names of its children, if its forward skips
+    those that are None; CP by `positions` in forward and self.attend in each attention; EP by Router and Experts. Its code has no
+    collective; models/contract.py lists all parts, and the checks before the start name most missing ones. Not checked: a Config that
+    does not override check_tensor_parallel, and a forward that calls a child that is None.
     -> models/contract.py:Model, parallelisms/tensor.py:apply_tensor_parallel, parallelisms/pipeline.py:split,
     configs/check.py:_check_contract_and_layout
 How does a bad setting become exit code 2? load(), and each pass of check(), raise one ConfigError, a ValueError, with all problems of

@@ -421,7 +421,7 @@ class Components:
         early = self.config.fault_tolerance.enable or position or self.manager.rewinds or self.config.training.skip
         steps = min(left, STEPS_TO_STOP * self.inner_steps) if early else left
         begin, holes = ledger.get("position", 0), ledger.get("holes", ())
-        # trained on before what begins at `begin`; a rewind, which gives `position`, skips them (Ledger.rewind)
+        # sequences of holes are assigned before new ones; a rewind, which gives `position`, skips them (Ledger.rewind)
         in_holes = 0 if position else len(holes) * ledger.get("slot_size", 0)
         needed = max(0, steps * self.slot_size - in_holes) + max(0, position - begin)
         text = self.data.continue_segments(begin, holes, self.changes, needed)

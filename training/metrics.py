@@ -83,7 +83,7 @@ class MetricsProcessor:
         self._resumed: tuple[int, int] | None = None  # step and tokens before the first commit of this launch
         self._loss = math.nan
         self._validation_loss: float | None = None  # of the newest validation
-        self._after_first_s = 0.0
+        self._after_first_s = 0.0  # Progress.total() after `_first_step`
         self._interval: dict[str, float] = {}  # sums over the steps since the last logging step
         self._spent = self._clocks()
         self._group_scalars: Mapping[str, float] = {}

@@ -172,8 +172,9 @@ def build_optimizer(
 
     A new optimizer is a name in OptimizerConfig and a class in `classes`, best a subclass of ShardedAdam. It must accept the arguments of
     the call below; keep only tensors in its state, by parameter, which begin as zeros; make this state in a step with learning rate 0,
-    without a collective (ft/optim_state.py); keep `lr_factor` in its groups; carry out `own_updates`; and say by `scales_in_kernel` if its
-    fused kernels divide and skip. docs/optimizers.md says where else its name belongs."""
+    without a collective (ft/optim_state.py); keep `lr_factor` in its groups; carry out `own_updates` in step() and clear their gradients in
+    zero_grad(); and set `scales_in_kernel` if its fused kernels divide by grad_scale and skip if found_inf is set. docs/optimizers.md says
+    where else its name belongs."""
     settings = [*config.groups, ParameterGroup("*")]
     members = defaultdict[tuple[int, bool], list[nn.Parameter]](list)  # by index in `settings`, and True for Muon
     own = []
@@ -308,7 +309,7 @@ class OptimizerStep:
             norm = values[0]
             applies = norm.isfinite() if spikes is None else spikes.accepts(norm, values[1], divisor)
         is_tried, lr = bool(divisor and (fused or applies)), 0.0
-        if is_tried:
+        if is_tried:  # fused: the kernel itself skips what does not apply
             with self.progress.phase("optimizer"):
                 lr = self.config.lr * learning_rate_factor(
                     self.schedule,

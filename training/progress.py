@@ -21,7 +21,7 @@ PHASES = {  # name and description in messages; a phase that is not listed is de
     "start": "start",
     "data": "data loading",
     "compute": "forward and backward",
-    "reduce": "gradient reduction",
+    "reduce": "gradient reduction",  # on CUDA also the wait for forward and backward
     "waiting": "gradient reduction, waiting for other groups",
     "quorum": "quorum of replica groups",
     "rebuild": "forming the process group of the replica groups",

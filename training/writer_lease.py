@@ -48,7 +48,7 @@ class WriterLease:
     """A group's right to save. `quorum`: returns the quorum in which this group is the writer at present; None: another group is."""
 
     shared = True
-    outside_quorum = False  # True: the step of a save may not be part of the job's history
+    outside_quorum = False  # True: perhaps the saved step is not part of the job's history
 
     def __init__(self, folder: Path, quorum: Callable[[], Quorum | None]) -> None:
         self._folder = folder

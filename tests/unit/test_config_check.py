@@ -115,6 +115,7 @@ OTHER_MODELS = {  # a line of __init__ or a method of the class -> what is said 
     "self.embedding = self.tok_embeddings; del self.tok_embeddings": "it has no module tok_embeddings (models/contract.py)",
     "self.dim = None": "it has no dim, the width of the hidden state (models/contract.py)",
     "self.gain = nn.Parameter(empty(()))": "gain has no dim to shard; make it [1] (models/contract.py)",
+    "self.own_updates = {'layers.*.bias': None}": "own_updates: no parameter is layers.*.bias (models/contract.py)",
     "self.requires_grad_(False)": "no parameter requires a gradient (models/contract.py)",
     "self.output.weight = self.tok_embeddings.weight": "output.weight is tok_embeddings.weight, which FSDP gathers apart; only modules of a block may share (models/contract.py)",
     "self.layers['1'] = self.layers['0']": "layers.1.attention_norm.weight is layers.0.attention_norm.weight, which FSDP gathers apart; only modules of a block may share (models/contract.py)",
@@ -138,6 +139,9 @@ def test_a_model_without_a_part_of_the_contract(folder: Path, change: str, monke
     add_models(monkeypatch, folder / "models")
     expected = [f'--model.name = "fork": {OTHER_MODELS[change]}'] if OTHER_MODELS[change] else []
     assert complaints(folder, "--model.name=fork") == expected
+    if expected:  # the checks of other settings build the model, too, and may use what it lacks
+        pipeline = ["--model.name=fork", "--parallelism.pipeline_parallel_degree=2"]
+        assert expected[0] in complaints(folder, *pipeline, world_size=2)
     if "labels=None" in change:  # only context parallelism gives positions
         assert complaints(folder, "--model.name=fork", "--parallelism.context_parallel_degree=2", world_size=2) == [
             '--parallelism.context_parallel_degree = 2: the forward of model.name = "fork" takes no positions (models/contract.py); nearest: 1'

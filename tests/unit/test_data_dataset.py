@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Sequence
 from contextlib import closing
@@ -191,6 +192,19 @@ def test_a_checkpoint_before_segments(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"training\.seed: this run's checkpoint is of a version that did not save it"):
         data.load_state_dict(old)
         data.continue_segments(7, (), ["optimizer.lr", "training.seed"], 10)
+
+
+def test_a_setting_that_this_version_does_not_have(tmp_path: Path) -> None:
+    """A checkpoint of a fork that has added one: the same data goes on; of data that differs in another setting, too, nothing is known."""
+    path = write_jsonl(tmp_path / "a.jsonl", [f"document {number}" for number in range(200)])
+    data = open_it(files_config(path, seq_len=16, seed=5), tmp_path / "cache")
+    (segment,) = json.loads(data.state_dict()["digest"])
+    forks = {**segment, "settings": {**segment["settings"], "dataset_window": 3}}
+    assert resumed(data, {"digest": json.dumps([forks])}, 7) == "" and [each.first for each in data.segments] == [0]
+    assert first_ids(data, [8]) == [data.order(seed=5, seq_len=16).sequence(8).tolist()]
+    forks["settings"]["seed"] = 4
+    assert "a new epoch begins at sequence 7" in resumed(data, {"digest": json.dumps([forks])}, 7)
+    assert data.orders()[0] == (0, None)
 
 
 def test_other_stores_and_weights(tmp_path: Path) -> None:

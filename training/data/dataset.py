@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
 from hashlib import sha256
 from itertools import pairwise
@@ -68,7 +68,9 @@ class DataSegment:
         return self.digest == other.digest and all(mine[key] == theirs[key] for key in mine.keys() & theirs.keys())
 
     def config(self, config: TrainingConfig) -> TrainingConfig:
-        """Returns `config` with the settings of this segment."""
+        """Returns `config` with the settings of this segment. Raises ValueError for a setting that this version does not have."""
+        if unknown := self.settings.keys() - {field.name for field in fields(config)}:
+            raise ValueError(f"training.{min(unknown)}: not a setting of this version")
         sources = tuple(SourceConfig(**source) for source in self.settings["sources"])
         config = replace(config, **{**self.settings, "sources": sources, "skip": ()})
         stores = config.store_names
@@ -145,7 +147,7 @@ class _OrderedData(_Data, ABC):
         super().__init__(config, tokenizer, validation_stores)
         # empty, `segments` is [_own], until a state is loaded or `continue_segments` begins one
         self._segments = list[DataSegment]()
-        self._is_old = False  # True: the loaded state is of a version without segments
+        self._loads_old_format = False  # True: the loaded state is of a version without segments
         self._order: SegmentedOrder | None = None
         self._loader: BatchLoader | None = None
 
@@ -182,8 +184,8 @@ class _OrderedData(_Data, ABC):
         return {"digest": json.dumps([asdict(segment) for segment in self.segments])}
 
     def load_state_dict(self, state: dict[str, str]) -> None:
-        self._is_old = not state["digest"].startswith("[")
-        if self._is_old:
+        self._loads_old_format = not state["digest"].startswith("[")
+        if self._loads_old_format:
             segments = [replace(self._own, digest=state["digest"])]
         else:
             segments = [DataSegment(**segment) for segment in json.loads(state["digest"])]
@@ -192,9 +194,11 @@ class _OrderedData(_Data, ABC):
         self._set(segments)
 
     def continue_segments(self, position: int, holes: Sequence[int], changed: Collection[str], sequences: int) -> str:
-        # the position of a checkpoint without its ledger is 0: the later segments of its data are not of this run
+        # position is 0 where the ledger was not loaded: later segments of the loaded data are not of this run
         own, before, text = self._own, [each for each in self.segments if each.first <= position], ""
-        if self._is_old and (keys := [key for key in changed if key.removeprefix("training.") in own.settings]):
+        if self._loads_old_format and (
+            keys := [key for key in changed if key.removeprefix("training.") in own.settings]
+        ):
             raise ValueError(
                 f"{keys[0]}: this run's checkpoint is of a version that did not save it; resume once with the saved settings, until a "
                 "checkpoint is written"
@@ -238,14 +242,16 @@ class _OrderedData(_Data, ABC):
 
     def _open(self, number: int, segment: DataSegment) -> StoreOrder | DocumentOrder | Mixture | None:
         """Returns the order of segment `number`; None: it is an earlier one, whose data is gone."""
-        config = segment.config(self._config)
         # each segment has another order, also with the same seed, which is below 2^32
-        seed = config.seed + (number << 32)
+        offset = number << 32
         if segment.continues(self._own):
-            return self.order(seed=seed, seq_len=config.seq_len)
+            return self.order(seed=self._config.seed + offset, seq_len=self._config.seq_len)
         try:
+            config = segment.config(self._config)
             data = self.reopened(config)
-            return data.order(seed=seed, seq_len=config.seq_len) if data.digest == segment.digest else None
+            if data.digest != segment.digest:
+                return None
+            return data.order(seed=config.seed + offset, seq_len=config.seq_len)
         except (OSError, ValueError):
             return None
 
