@@ -185,11 +185,9 @@ class Run(Components):
             return False
         error = None if contributes else self.nonfinite(local, "is committed without this group")
         if error and not self.world.global_rank:
-            self.log.warning(
-                "%s", error
-            )  # its slots come again, unless UNABLE in MAX_UNABLE steps (ft/protocol/step.py)
+            self.log.warning("%s", error)  # its slots are assigned again, until UNABLE in MAX_UNABLE steps
         step = self.manager.step  # exceeds assignment.steps_before + 1 if this group has healed meanwhile
-        # inner_update: with a semi_sync_method (else None) the inner steps are made already, and `commit` has made the outer one
+        # with an inner_update (never falsy) the group has made its inner steps already, and `commit` the outer step
         update = local.inner_update or self.optimizer_step.step(step - 1, commit.divisor, commit.mean_loss)
         spike = update.spike
         if spike and on_spike == "rewind":
@@ -289,7 +287,7 @@ class Run(Components):
             signals = self.signals.take() if self.signals.pending else 0
             pending = self.save_overdue * SAVE | self.budgets_end * STOP | signals
             loss_sum = torch.stack([torch.zeros((), device=self.device), *(loss for _, loss in losses)]).double().sum()
-            # pp, cp and tp ranks have the same sequences, and the divisor has each token once
+            # pp, cp and tp ranks have the same sequences, and the divisor counts each token once
             counted = losses if at.counts_tokens else ()
             tokens = [sum(int((b.labels != IGNORED).sum()) for b, _ in counted if b.slot == slot) for slot in slots]
             counts = torch.tensor([bool(pending & STOP), bool(pending & SAVE), *tokens], dtype=torch.float64)
