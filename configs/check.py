@@ -1,8 +1,8 @@
 """Checks of the configuration before any process or device is used: each section, sections against each other, and the files.
 
-With several ranks scripts/launch.py calls `check` and `check_resume` before any rank starts, and each rank's train.py calls `check` again;
-with one rank train.py alone calls `check`, and Components.resume_data raises the errors of `check_resume`. Each section has its own
-check(); `open_data` raises what only tokenising can find."""
+Before it starts processes for ranks, scripts/launch.py calls `check` and `check_resume`, and each rank's train.py calls `check` again; a
+rank in the launcher's own process calls only `check`, and Components.resume_data raises the errors of `check_resume`. Each section has its
+own check(); `open_data` raises the errors that only tokenising can find."""
 
 from __future__ import annotations
 
@@ -50,7 +50,8 @@ Rule = Callable[[], Iterable[str] | None]  # a check; raises ValueError (one mes
 
 
 def check(config: RunConfig, *, world_size: int, device_type: str | None = None) -> None:
-    """Checks each section, then across sections, then files. The first pass with errors raises ConfigError. `device_type` None: found."""
+    """Checks each section, then across sections, then files. The first pass with errors raises ConfigError. `device_type` None: that of
+    this machine."""
     check_settings(config, world_size=world_size, device_type=device_type)
     _gather(config, [lambda: _check_writable(config)])
     _gather(config, [lambda: _check_data_and_model(config, world_size), config.checkpoint.check_files])
@@ -78,7 +79,7 @@ def check_settings(config: RunConfig, *, world_size: int, device_type: str | Non
 
 
 def check_resume(config: RunConfig, changed: Collection[str], *, world_size: int) -> None:
-    """Checks the data of a run that continues a checkpoint, such as the budgets of its mixture, which count from its last change of
+    """Checks the data of a run that continues a checkpoint, such as the budgets of a mixture, which count from the run's last change of
     settings. `changed`: keys that differ from the saved ones. Reads two small entries of the checkpoint, unverified: what cannot be read is
     left to the ranks, as are a newer checkpoint in an object store, and text that is tokenised at the start. Raises ConfigError."""
     training, checkpoint, folder = config.training, config.checkpoint, config.run_folder
@@ -216,8 +217,8 @@ def _check_layouts(config: RunConfig, device_type: str) -> Iterator[str]:
 
 
 def _check_float8_tokens(config: RunConfig) -> Iterator[str]:
-    """The tokens of a pass, the inner dimension of a weight's gradient, must be a multiple: torchao (0.15 to 0.19) pads them only with
-    pad_inner_dim, which copies."""
+    """The tokens of a pass, the inner dimension of a weight's gradient, must be a multiple of FLOAT8_MULTIPLE: torchao (0.15 to 0.19) pads
+    them only with pad_inner_dim, which copies."""
     float8, parallelism, seq_len = config.float8, config.parallelism, config.training.seq_len
     if not float8.enable or float8.emulate or float8.recipe_name == "rowwise_with_gw_hp":
         return
@@ -285,7 +286,7 @@ def _check_sets(config: RunConfig) -> Iterator[str]:
     if config.validation.enable and config.training.dataset_held_out == 0 and not config.validation.sources:
         if config.origin.has(HELD_OUT):
             yield f"{HELD_OUT} = 0.0: validation.enable = true needs documents that are held out; nearest: 0.03"
-        else:  # the share of the run
+        else:  # 0 is the share in the run's saved settings
             others = (  # a stream cannot be changed
                 f", or hold out documents of which some were trained on: --{HELD_OUT}=0.03 --resume.allow={HELD_OUT}"
                 if config.training.dataset != "huggingface"
@@ -350,8 +351,8 @@ def _check_writable(config: RunConfig) -> Iterator[str]:
 
 
 def _existing(config: RunConfig) -> Iterator[tuple[str, Path]]:
-    """Yields the setting and the path of the run's folder, and of its checkpoints', or what there is of the path to it. Raises ValueError
-    if that is not known."""
+    """Yields the setting and the path of the run's folder and of its checkpoints' folder, each path once; for a folder that does not exist
+    yet, the nearest ancestor that does. Raises ValueError if that cannot be found out, or a name is too long."""
     paths = {f'job.dump_folder = "{config.job.dump_folder}"': config.run_folder}
     if config.checkpoint.enable:
         folder = config.checkpoint.local_folder
@@ -361,7 +362,7 @@ def _existing(config: RunConfig) -> Iterator[tuple[str, Path]]:
         path = Path(os.path.normpath(path))  # ".." of a folder that is not there yet
         with os_errors_of(setting):
             there = next((each for each in (path, *path.parents) if exists(each)), None)
-            if there:  # below a folder that does not exist yet, a name that is too long is not found out
+            if there:  # `exists` does not notice too long a name below a folder that does not exist yet
                 longest = max((len(os.fsencode(part)) for part in path.relative_to(there).parts), default=0)
                 if longest > os.pathconf(there, "PC_NAME_MAX"):
                     raise OSError(errno.ENAMETOOLONG, os.strerror(errno.ENAMETOOLONG), str(path))
@@ -389,8 +390,8 @@ def _check_replica_groups(config: RunConfig, device_type: str) -> Iterator[str]:
 
 
 def check_offloaded_gradients(config: RunConfig, version: str) -> None:
-    """Raises ValueError for torch before 2.13, in which hooks on offloaded gradients run before the copy from the GPU has ended; later ones
-    wait if there is a hook (foreach_reduce of torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py, has_post_acc_grad_hook)."""
+    """Raises ValueError for torch before 2.13, in which hooks on offloaded gradients run before the copy from the GPU has ended; torch 2.13
+    waits if there is a hook (foreach_reduce of torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py, has_post_acc_grad_hook)."""
     if config.training.enable_cpu_offload and TorchVersion(version) < "2.13":
         raise ValueError(
             f"training.enable_cpu_offload = true: with replica groups it needs torch 2.13, and this is {version}: before, their sums begin "
@@ -404,7 +405,7 @@ def gradient_device_type(config: RunConfig, device_type: str) -> str:
 
 
 def _check_rounds(config: RunConfig) -> Iterator[str]:
-    """In semi-synchronous training, checkpoints, validations and the last step must coincide with a synchronisation."""
+    """Checkpoints, validations and the last step of semi-synchronous training must coincide with a synchronisation."""
     tolerance, checkpoint = config.fault_tolerance, config.checkpoint
     if tolerance.num_fragments > 1 and config.parallelism.pipeline_parallel_degree == 1:
         from ft.semi_sync import split
@@ -488,13 +489,13 @@ def _check_data_and_model(config: RunConfig, world_size: int) -> None:
     check_sources(config.training, vocab_size=vocab_size)
     training, opens_fast = config.training, config.training.dataset in ("store", "huggingface")
     if not opens_fast:
-        # tokenised here, to check that its splits have a sequence; for a large corpus this is slow and hardly fails
+        # a small corpus is tokenised here, to check that each split has a sequence; for a large one this is slow, and hardly ever fails
         opens_fast = sum(file.size for file in find_source(training).files) <= SMALL_BYTES
     if opens_fast:
         silent = Log(stream=io.StringIO())  # the run logs the same lines
         with suppress(OSError), tempfile.TemporaryDirectory() as cache:  # TMPDIR may be full: the run checks again
             data = open_data(training, config.validation, tokenizer, cache, log=silent, vocab_size=vocab_size)
-            # those of a run that continues a checkpoint may have begun at a change of settings: see check_resume
+            # the budgets of a run that continues a checkpoint may count from a change of settings: see check_resume
             continues = config.checkpoint.initial_load_path and not config.checkpoint.initial_load_model_only
             order_is_new = not continues and not (config.run_folder / CONFIG_FILE).exists()
             if not isinstance(data, StreamedData) and order_is_new:

@@ -28,7 +28,7 @@ def explained(error: ValueError) -> str:
 
 
 def raise_problems(problems: Iterable[str], file: str = "") -> None:
-    """Raises ConfigError if there are problems, one per line: first those with "file:line: ", in that order, then the others."""
+    """Raises ConfigError if there are problems, one per line: first those with "file:line: ", by line, then the others."""
 
     def line(text: str) -> int:
         place = re.match(rf"{re.escape(file)}:(\d+): ", text)

@@ -28,7 +28,7 @@ LOCAL_BATCH = "training.local_batch_size"
 # Key prefix -> when such a setting may change between launches; the longest prefix of a key counts. All but free ones must be equal in all
 # replica groups.
 # never: it would be another run
-# order: if resume.allow names it, where data has random access, which then begins anew (training/data/dataset.py)
+# order: if resume.allow names it and the data has random access; its order then begins anew (training/data/dataset.py)
 # rule: if resume.allow names it; what an older state lacks for it begins anew (EMA, spike window)
 # groups: always, but equal in all groups, such as length and layout
 # free: always, and groups may differ in it
@@ -91,7 +91,7 @@ def as_tables(config: RunConfig) -> dict[str, dict[str, Any]]:
     tables = {name: asdict(getattr(config, name)) for name in section_types(type(config))}
     for span in tables["training"]["skip"]:
         if not span["source"]:
-            del span["source"]  # runs from before it could be set have the same text
+            del span["source"]  # gives the text of runs from before this key existed
     return tables
 
 
@@ -122,9 +122,9 @@ def shared_setting_digests(config: RunConfig) -> tuple[tuple[str, str], ...]:
 
 
 def fetch_saved(config: RunConfig, *, newer: bool = True) -> RunConfig:
-    """Copies config.toml of a run whose checkpoints are in an object store into its folder, if that has none or, with `newer`, if a launch
-    on another machine has saved since, which takes a request per checkpoint there: not for every rank. Called before all that reads the
-    file. Returns `config`, with the share of held-out documents that the run has."""
+    """Copies config.toml of a run whose checkpoints are in an object store into the run's folder, if the folder has none or, with `newer`,
+    if a launch on another machine has saved since; `newer` takes a request per checkpoint in the store, so not every rank sets it. Called
+    before anything reads the file. Returns `config`, with the share of held-out documents that the run has."""
     folder, checkpoint = config.run_folder, config.checkpoint
     if not (checkpoint.enable and is_url(checkpoint.folder)):
         return config
@@ -150,7 +150,7 @@ def check_saved(config: RunConfig, folder: Path, *, world_size: int | None = Non
     # a stream has one order, and no position that another data set could continue
     allowed = ("rule",) if "huggingface" in kinds else ("rule", "order")
     refused = [each for each in differences if each[0] not in config.resume.keys or _change(each[0]) not in allowed]
-    # a key of a fork, as a rule
+    # no such key: as a rule one that a fork had
     undo = {_NO_SUCH_KEY: f"; to continue without it, remove it from {folder / CONFIG_FILE}"}
     problems = [f"{config.origin.place(key)}: saved {old}, now {new}{undo.get(new, '')}" for key, old, new in refused]
     if problems:
