@@ -68,8 +68,8 @@ class Model(nn.Module):
     tp_plan: Mapping[str, str] = MappingProxyType({})  # module name -> kind: parallelisms/tensor.py
     # Pattern over parameter names -> update, in place of the optimizer's. Called in the optimizer's step as update(parameter, gradient),
     # this rank's shards; it changes the parameter in place. The gradient is what backward gave, summed over all tokens, ranks and groups. A
-    # gradient of zeros must change nothing: that is what it gets in a fused step that is not applied. This gradient is excluded from the
-    # gradient norm and from clipping.
+    # gradient of zeros must change nothing: the update gets it in a fused step that is not applied. The gradients of these parameters are
+    # excluded from the gradient norm and from clipping.
     own_updates: Mapping[str, Callable[[Tensor, Tensor], None]] = MappingProxyType({})
     # Persistent buffers that follow from the configuration: never loaded from another run, nor from this one if seq_len has changed.
     COMPUTED_BUFFERS: tuple[str, ...] = ()
@@ -106,7 +106,7 @@ class Model(nn.Module):
         own = {name: tensor for name, tensor in own.items() if tensor.is_floating_point() or tensor.is_complex()}
         for tensor in own.values():
             tensor.fill_(math.nan)
-        # as built, before FSDP
+        # the class as built, of which FSDP has made a subclass
         kind = next(each for each in type(self).__mro__ if not each.__module__.startswith("torch."))
         try:
             self.init_weights(seed)
@@ -243,7 +243,7 @@ def check_contract(model: nn.Module, name: str) -> None:
 
 
 def shared_parameters(model: Model) -> list[tuple[str, str]]:
-    """Returns pairs of names of one parameter, each with the first name, except for that of embedding and head with `tied`."""
+    """Returns (name, first name) for each further name of a parameter, except for a tied embedding and head."""
     named, first = model.named_parameters(remove_duplicate=False), dict[int, str]()
     pairs = [(name, first.setdefault(id(parameter), name)) for name, parameter in named]
     tied = {"output.weight", "tok_embeddings.weight"} if model.tied else {""}
@@ -251,7 +251,7 @@ def shared_parameters(model: Model) -> list[tuple[str, str]]:
 
 
 def _unit(name: str) -> str:
-    """Returns the group of fsdp_param_groups (parallelisms/fsdp.py) of a parameter."""
+    """Names the FSDP group of a parameter, with one block per group (fsdp_param_groups in parallelisms/fsdp.py)."""
     first = name.split(".")[0]
     return ".".join(name.split(".")[:2]) if first == "layers" else "ends" if first in ("norm", "output") else first
 

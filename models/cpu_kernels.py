@@ -65,7 +65,7 @@ def attention_forward(q: Tensor, k: Tensor, v: Tensor, document_starts: Tensor |
 
 def first_keys(document_starts: Tensor, size: int) -> list[list[int]]:
     """Returns, by sequence, the first key that any query of each block of `size` sees; document_starts [B, T] do not decrease. --explain,
-    whose tensors have no values, puts zeros in its place."""
+    whose tensors have no values, replaces this function by one that returns zeros."""
     return cast(list[list[int]], document_starts[:, ::size].tolist())
 
 
@@ -111,7 +111,7 @@ class _Heads:
         return x.view(x.shape[0], self.q.shape[1], -1, x.shape[-1])
 
     def probabilities(self, queries: Tensor, part: slice, rows: slice, keys: slice) -> Tensor:
-        """Returns the softmax of the scores of queries [P, G * t, D] on `keys`, [P, G * t, seen]; causal in the last t."""
+        """Returns the softmax of the scores of queries [P, G * t, D] on `keys`, [P, G * t, seen]; the last t keys are masked causally."""
         scores = _scaled_bmm(queries, self.k[part, keys].transpose(1, 2), self.scale)
         by_head = self.split_heads(scores)  # [P, G, t, seen]
         size = by_head.shape[2]

@@ -59,7 +59,7 @@ class Published:
     config: Config  # [model], without tokenizer_path
     dtype: str  # "bfloat16", ...; "": not given
     max_positions: int  # 0: not given
-    unknown: tuple[str, ...]  # keys that are known neither here nor to transformers
+    unknown: tuple[str, ...]  # keys with a value that this Format neither reads nor ignores knowingly
 
 
 class Format:
@@ -113,7 +113,7 @@ class Format:
 
     @property
     def name(self) -> str:
-        """The model's name, as this file's: models/<name>_hf.py."""
+        """The model's name, from the file of the class: models/<name>_hf.py."""
         return type(self).__module__.removeprefix("models.").removesuffix("_hf")
 
     def shapes(self, config: Any) -> dict[str, tuple[int, ...]]:
@@ -188,7 +188,7 @@ class Format:
         return Published(self.config(**settings), dtype, max_positions, tuple(unknown))
 
     def own_settings(self, body: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns settings that other models do not have. Raises ValueError."""
+        """Checks and returns the settings that only this model has. Raises ValueError."""
         dim, heads = number(body, "hidden_size"), number(body, "num_attention_heads")
         if dim % heads:
             raise ValueError(f"num_attention_heads = {heads}: must divide hidden_size = {dim}")

@@ -97,7 +97,7 @@ class MoEModel(llama.Llama):
 
     @torch.no_grad()
     def init_weights(self, seed: int) -> None:
-        """Initialises as the dense model, an expert as a feed-forward, biases 0."""
+        """Initialises as the dense model does, an expert as a feed-forward, the router with router_init_std, its bias with 0."""
         super().init_weights(seed)
         for name, parameter in self.named_parameters():
             if name.endswith("router.bias"):
@@ -113,7 +113,7 @@ class MoEModel(llama.Llama):
 
 
 class MoE(nn.Module):
-    """Sends each token to k experts and returns the sum of their outputs by the router's weights, and of the shared feed-forward's."""
+    """Sends each token to k experts and returns the sum of their outputs, weighted by the router, and of the shared feed-forward's."""
 
     def __init__(self, config: Config) -> None:
         super().__init__()
@@ -170,8 +170,8 @@ class TopKRouter(Router):
 
     def auxiliary_loss(self, scores: Tensor, chosen: Tensor) -> Tensor:
         """Returns the auxiliary loss of these sequences times all their tokens, as the loss is a sum over tokens (DeepSeek-V3, equations 17
-        to 20); the optimizer divides by those with a label only. The share of an expert is that of the whole sequence, also where ranks
-        hold parts of it."""
+        to 20); the optimizer divides by the tokens with a label only. The share of an expert is that of the whole sequence, also where
+        ranks hold parts of it."""
         config = self.config
         counts = scores.new_zeros(len(scores), config.n_experts)  # [B, E]
         counts.scatter_add_(1, chosen.flatten(1), torch.ones_like(chosen.flatten(1), dtype=counts.dtype))

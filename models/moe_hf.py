@@ -81,8 +81,8 @@ class Format(qwen3_hf.Format):
         return super().entries(config, vocab_size=vocab_size)
 
     def write_config(self, config: Any, **settings: Any) -> dict[str, Any]:
-        # Where experts are balanced, theirs is the coefficient times k, as a mean over sparse blocks; ours is the coefficient, summed over
-        # them. Rounded, so that an imported coefficient comes back as it was.
+        # With balanced experts, Hugging Face's auxiliary loss is the coefficient times k, a mean over sparse blocks; ours is the
+        # coefficient times the number of these blocks, a sum over them. Rounded, so that an imported coefficient comes back as it was.
         coefficient = config.balance_loss * (config.n_layers - config.dense_layers) / config.experts_per_token
         return {
             **super().write_config(config, **settings),

@@ -76,8 +76,8 @@ def aligns_last_rows(device_type: str, dtype: torch.dtype, head_dim: int) -> boo
 
 
 def document_attention(q: Tensor, k: Tensor, v: Tensor, document_starts: Tensor) -> Tensor:
-    """Computes causal_attention with documents on heads first, [B, H, T, D]. On a CPU it needs a mask [B, T, S]. --explain puts an
-    attention that saves the same in its place."""
+    """Computes causal_attention with documents, for tensors with heads first, [B, H, T, D]. On a CPU it needs a mask [B, T, S]. --explain
+    replaces it by an attention that saves the same tensors."""
     t, s = q.shape[2], k.shape[2]
     queries, keys = torch.arange(s - t, s, device=q.device), torch.arange(s, device=q.device)
     if q.device.type != "cpu":
@@ -113,8 +113,8 @@ def _sees(document_starts: Tensor, queries: Tensor, keys: Tensor) -> Tensor:
 def flex_attention(
     q: Tensor, k: Tensor, v: Tensor, document_starts: Tensor, queries: Tensor, keys: Tensor, **options: Any
 ) -> Any:
-    """Computes attention_to_part on heads first, [B, H, T, D], by torch's FlexAttention, which leaves out blocks of keys that no query of a
-    block sees (Dong et al. 2024, arXiv 2412.05496). `options` and the result are those of torch's function."""
+    """Computes attention_to_part for tensors with heads first, [B, H, T, D], by torch's FlexAttention, which leaves out blocks of keys that
+    no query of a block sees (Dong et al. 2024, arXiv 2412.05496). `options` and the result are those of torch's function."""
     kernel = flex.flex_attention if torch.compiler.is_compiling() else _compiled_flex_attention()
     mask = block_mask(document_starts, queries, keys)
     return kernel(q, k, v, block_mask=mask, enable_gqa=q.shape[1] != k.shape[1], **options)
@@ -179,7 +179,7 @@ def grouped_kernel(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
 
 def host_sizes(sizes: Tensor, total: int) -> list[list[int]]:
     """Copies `sizes`, int64 [n, parts], to the host; each row adds up to about `total`. The one device sync of a dispatch, and of each
-    grouped_linear without the kernel: --explain and the dry run, whose tensors have no values, put an even division in its place."""
+    grouped_linear without the kernel: --explain, whose tensors have no values, replaces this function by an even division."""
     return cast(list[list[int]], sizes.tolist())
 
 
