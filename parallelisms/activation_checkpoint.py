@@ -57,7 +57,7 @@ class ActivationCheckpointConfig:
 
 
 def check_blocks(config: ActivationCheckpointConfig, blocks: int) -> None:
-    """Raises ValueError if "every n-th block" is none of the whole model's."""
+    """Raises ValueError if the whole model has fewer than n blocks, so that "every n-th block" is none."""
     option = config.selective_ac_option
     if config.mode == "selective" and option != "op" and int(option) > blocks:
         raise ValueError(
@@ -81,8 +81,8 @@ def apply_activation_checkpoint(part: Model, config: ActivationCheckpointConfig)
     for name, block in part.layers.items():
         if (int(name) + 1) % every:
             continue
-        # FSDP gathers the experts inside the block, and torch (2.13) counts the operations of a gather, which differ between forward and
-        # recomputation, where it chooses by operation: so a child with experts is recomputed as a whole.
+        # With "op", torch (2.13) counts all operations, also those of FSDP's gather of the experts inside the block, which differ between
+        # forward and recomputation: so a child with experts is recomputed as a whole.
         recomputed = [block]
         if options and has_experts(block):
             recomputed = [child for child in block.children() if list(child.children())]

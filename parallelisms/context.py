@@ -113,9 +113,9 @@ class _GatherSequence(Function):
 
 
 def ring_attention(mesh: DeviceMesh, pieces: list[list[int]]) -> Attend:
-    """Returns ring attention (Liu et al. 2023, arXiv 2310.01889): keys and values are sent from rank to rank. It is torch's experimental
-    one, in which no rank has those of the whole sequence, for CUDA's fused kernels only. With documents, which that cannot mask:
-    `ring_of_documents`."""
+    """Returns ring attention (Liu et al. 2023, arXiv 2310.01889): keys and values are sent from rank to rank, and no rank has those of the
+    whole sequence. It is torch's experimental implementation, for CUDA's fused kernels only, which cannot mask documents; with documents it
+    is `ring_of_documents`."""
     from torch.distributed.tensor.experimental import _context_parallel as torch_cp
 
     torch_cp.set_rotate_method("alltoall")
@@ -125,11 +125,11 @@ def ring_attention(mesh: DeviceMesh, pieces: list[list[int]]) -> Attend:
     def attend(q: Tensor, k: Tensor, v: Tensor, document_starts: Tensor | None = None) -> Tensor:
         if document_starts is not None:
             return ring_of_documents(q, k, v, document_starts, mesh, pieces)
-        if q.dtype == torch.float32:  # efficient attention alone has it, and no groups of heads
+        if q.dtype == torch.float32:  # only efficient attention has fp32, and it has no groups of heads
             k, v = (x.repeat_interleave(q.shape[2] // k.shape[2], dim=2) for x in (k, v))
         grouped = q.shape[2] != k.shape[2]
         q, k, v = (DTensor.from_local(x.transpose(1, 2), mesh, [Shard(2)], run_check=False) for x in (q, k, v))
-        with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]):  # supported ones
+        with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]):  # torch's ring has these
             out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)  # [B, H, S, D], Shard(2)
         return cast(DTensor, out).to_local().transpose(1, 2)
 
@@ -145,7 +145,8 @@ def ring_of_documents(
     places = positions(pieces, cp * q.shape[1], q.device)
     sent, received = ([2 * (other == peer % cp) for other in range(cp)] for peer in (rank + 1, rank - 1))
     pair = torch.stack((k, v))  # [2, B, T, K, D]
-    out, log_sum = ops.attention_to_part(q, k, v, document_starts, places[rank], places[rank])  # its own key: finite
+    # log_sum is finite from here on, since each query sees its own key
+    out, log_sum = ops.attention_to_part(q, k, v, document_starts, places[rank], places[rank])
     out = out.float()
     for distance in range(1, cp):
         pair = cast(Tensor, AllToAll.apply(pair, received, sent, group))

@@ -114,7 +114,8 @@ def open_store(
     rank 0 hosts it. Raises ValueError (env:// without MASTER_ADDR and MASTER_PORT), torch's DistError, RuntimeError (the port is used)."""
     url = parse_init_method(init_method)
     if url.scheme == "file":
-        # Without a number of users, the last of which would remove the file, while restarted ranks of other nodes already meet in it.
+        # The store is given no number of users: the last of them would remove the file, while restarted ranks of other nodes already meet
+        # in it.
         return dist.FileStore(url.path)
     host, port, serves = url.hostname, url.port, global_rank == 0
     if url.scheme == "env":
@@ -130,7 +131,7 @@ def open_store(
 
 def launch_store(store: dist.Store, *, global_rank: int, world_size: int, timeout_s: float) -> dist.Store:
     """Returns a view of `store` that only the processes of this launch share: torchelastic's agent keeps its store over restarts, with the
-    addresses of killed ranks. Each rank publishes an id; all ids name the view, once every rank has read the same ones."""
+    addresses of killed ranks. Each rank publishes an id; the ids together name the view, once every rank has read the same ones."""
     own, keys, counted = secrets.token_hex(8), [f"launch/{rank}" for rank in range(world_size)], set[str]()
     deadline_s = time.monotonic() + timeout_s
     store.set(keys[global_rank], own)
@@ -206,7 +207,8 @@ def join(backend: str, store: dist.Store, *, global_rank: int, world_size: int, 
 
 
 def gather_texts(world: World, topic: str, text: str) -> list[str]:
-    """Returns the texts of all ranks on `topic`, which may come again. Uses the store, which works when collectives may not."""
+    """Returns the texts of all ranks on `topic`; every rank calls it, and may call it again for the same topic. Uses the store, which works
+    when collectives may not."""
     turn = world.store.add(f"{topic}/{world.global_rank}/calls", 1)
     world.store.set(f"{topic}/{turn}/{world.global_rank}", text)
     return [world.store.get(f"{topic}/{turn}/{rank}").decode() for rank in range(world.world_size)]

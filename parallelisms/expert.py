@@ -1,8 +1,8 @@
 """Expert parallelism: each rank of the ep axis has some of the experts of a block, and rows go to the rank of their expert and back.
 
 parallelize() applies it to each part of the model: parameters of Experts (models/contract.py) become DTensors on ep, and the module's
-`dispatch_and_combine` is replaced. Every other parameter is as without it, and the ranks of ep have different tokens. FSDP divides the
-parameters of a rank's experts over efsdp (parallelisms/mesh.py)."""
+`dispatch_and_combine` is replaced. Every other parameter is sharded as without expert parallelism, and the ranks of ep have different
+tokens. FSDP divides the parameters of a rank's experts over efsdp (parallelisms/mesh.py)."""
 
 from __future__ import annotations
 
@@ -110,7 +110,8 @@ def check_experts(model: Model, degrees: ParallelDims, config: ParallelismConfig
 
 
 def _nearest(degree: int, experts: Iterable[tuple[str, Experts]], ranks: int, *, wide: int = 1) -> str:
-    """Returns the degrees nearest to `degree` that divide all experts over that many ranks: "1 or 4"; without one, widths for `wide`."""
+    """Returns the degrees nearest to `degree` that divide `ranks` and all experts: "1 or 4"; if there are none, the widths that degree
+    `wide` needs."""
     shapes = [parameter.shape for _, module in experts for parameter in module.parameters(recurse=False)]
     legal = (
         other

@@ -16,7 +16,7 @@ from models.contract import Model
 from parallelisms.device import cuda_capability
 
 CAPABILITY = (8, 9)  # Ada; the first compute capability with float8 matmuls
-MULTIPLE = 16  # the sizes of the matmuls must be multiples of it; torch._scaled_mm checks that
+MULTIPLE = 16  # float8 kernels need sizes that are multiples of it, which torch._scaled_mm checks
 
 
 @dataclass(frozen=True)

@@ -36,8 +36,8 @@ def apply_fsdp(
     dense = data_parallel_mesh(mesh)
     sparse = data_parallel_mesh(experts_mesh) if experts_mesh is not None else dense
     if mesh[PP].size() > 1 and dense.mesh_dim_names == (DP_REPLICATE,) and sparse.mesh_dim_names != (DP_REPLICATE,):
-        # experts are sharded over tp, nothing else is. torch's stage (2.11 to 2.13) reduces the gradients of units made as its root is,
-        # by `replicate` or by fully_shard, so all have to be made by fully_shard
+        # experts are sharded over tp, nothing else is. torch's stage (2.11 to 2.13) reduces only the gradients of units that were made as
+        # its root was, by `replicate` or by fully_shard, so all have to be made by fully_shard
         dense = data_parallel_mesh(mesh, hsdp=True)
     choice = config.fsdp_reshard_after_forward
     always, by_shards = choice == "always", choice == "default" and mesh[PP].size() == 1
@@ -79,7 +79,8 @@ def apply_fsdp(
         else:
             fully_shard(list(modules), reshard_after_forward=reshard, shard_placement_fn=placement, **options)
         leader = cast(FSDPModule, modules[0])  # the first module has the FSDP state of its list
-        # SUM without a factor: a factor of 1.0 would select PREMUL_SUM, which gloo does not support. torch's factor for one rank is 1.
+        # Sums, not means: without a factor torch divides by the number of ranks, which for one rank is 1; with a factor it uses PREMUL_SUM,
+        # which gloo does not support, unless SUM is forced.
         if axes.size() > 1:
             leader.set_gradient_divide_factor(cast(float, NoDivideFactor()))
         elif DEVICE_TRAITS[mesh.device_type].queues_work:  # saves 1 % of a step; without a clear effect on a CPU

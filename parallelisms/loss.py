@@ -34,7 +34,7 @@ def head_loss(
     wanted = compile.enable and "loss" in compile.components
     whole = torch.compile(loss, backend=compile.backend) if wanted else loss
     vocab_parallel: Callable[..., Tensor] | None = None
-    # both of one class: for a subclass with another __call__ alone the logits are gathered
+    # both must be of one class: for a subclass that overrides __call__ alone the logits are gathered
     pair = {"__call__", "vocab_parallel"}
     paired = pair <= next((vars(kind).keys() for kind in type(loss).__mro__ if pair & vars(kind).keys()), set())
     if loss_parallel and paired and hasattr(loss, "vocab_parallel"):  # see training/loss.py

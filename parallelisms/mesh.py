@@ -9,7 +9,7 @@
 FSDP shards over dp_shard and cp together: to the parameters, context-parallel ranks are data parallel. Fault tolerance adds no axis:
 replica groups are data parallel to each other outside the mesh (ft/).
 
-Experts have a second mesh over the same ranks, where two axes take the place of dp_shard, cp and tp, whose ranks all have different tokens:
+Experts have a second mesh over the same ranks. Two axes take the place of dp_shard, cp and tp, as all ranks of these have different tokens:
 
     efsdp         shards of the parameters of a rank's experts
     ep            parts of the experts of each block"""
@@ -145,7 +145,7 @@ class MeshCoordinate:
 
     @cached_property
     def counts_tokens(self) -> bool:
-        """Returns True on the one rank that counts the tokens of its sequences, of the ranks with the same sequences."""
+        """Returns True on one of the ranks with the same sequences, which counts their tokens."""
         return self.pp_rank == self.cp_rank == self.tp_rank == 0
 
 

@@ -45,7 +45,7 @@ def parallelize(
     device: torch.device,
     seed: int,
 ) -> Parallelized:
-    """Parallelizes a model built on the meta device, in place, or with a pipeline copies of it; its parameters become this rank's shards,
+    """Parallelizes a model built on the meta device, in place, or, with a pipeline, copies of it; the parameters become this rank's shards,
     initialised from `seed`."""
     # Imported here, since it takes half as long as importing torch, and checking a configuration does not need it.
     from parallelisms.context import apply_context_parallel
@@ -113,8 +113,7 @@ class NoPipeline:
 
     def forward_backward(self, inputs: Tensor, labels: Tensor, document_starts: Tensor | None = None) -> Tensor:
         """Runs forward and backward on tokens and labels [B, T] of this rank's sequences, adding to gradients. Returns this rank's term of
-        the loss sum, which is the sum of the terms of all ranks. document_starts [B, T]: see models.contract.Model.forward. Raises
-        ModelFault."""
+        the loss sum; the terms of all ranks add up to it. document_starts [B, T]: see models.contract.Model.forward. Raises ModelFault."""
         [model] = self.parts
         more = {} if document_starts is None else {"document_starts": self._shard_sequence(document_starts)}
         loss_sum = model(self._shard_sequence(inputs), labels=self._shard_sequence(labels), **more)

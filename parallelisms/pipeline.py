@@ -83,7 +83,7 @@ class Pipeline:
 
     @torch.no_grad()
     def evaluate(self, inputs: Tensor, labels: Tensor, document_starts: Tensor | None = None) -> Tensor:
-        """Runs any number of microbatches, on the same modules in eval mode, by a runtime for this call."""
+        """Runs any number of microbatches on the same modules in eval mode, with a runtime of its own."""
         microbatches = range(inputs.shape[0] // self._microbatch_size)
         rows: Table = [
             [(Action(stage, "F", m),) for stage in stages for m in microbatches] for stages in self._stages_by_rank
@@ -165,8 +165,8 @@ class _Stage(PipelineStage):
         return out.clone() if out._is_view() else out
 
     def backward_maybe_with_nosync(self, backward_type: Any, bwd_kwargs: Any, *more: Any, **named: Any) -> Any:
-        """Keeps the graph from the backward of the inputs to that of the weights, where this begins at an autograd.Function: before 2.13
-        torch frees those at the end of a stage, such as a chunked loss or a compiled block, in between."""
+        """Keeps the graph from the backward of the inputs to that of the weights, where the latter begins at an autograd.Function at the
+        end of a stage, such as a chunked loss or a compiled block: torch before 2.13 frees it in between."""
         if backward_type != "input" or TorchVersion(torch.__version__) >= "2.13":
             return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, *more, **named)
         graph = [get_gradient_edge(out) for out in bwd_kwargs["stage_output"]]

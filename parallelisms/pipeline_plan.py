@@ -99,8 +99,8 @@ def check_pipeline(
 ) -> None:
     """Raises ValueError ("section.key = value: ...") for a pipeline that cannot run. `layers`: names, in order; `tied`: see Model."""
     if tied and config.pipeline_parallel_degree > 1:
-        # Gradients would have to be summed over both stages, and norm, checkpoint and groups to count one of the copies: for models that
-        # are small enough for other layouts.
+        # Gradients would have to be summed over both stages, and norm, checkpoint and groups would have to count only one of the copies;
+        # models with tied weights are small enough for other layouts.
         raise ValueError(
             f"parallelism.pipeline_parallel_degree = {config.pipeline_parallel_degree}: the embedding, in the first stage, and the output, "
             "in the last, share one matrix by model.enable_weight_tying = true; nearest: 1, or model.enable_weight_tying = false"

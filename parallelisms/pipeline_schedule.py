@@ -126,7 +126,7 @@ def check_complete(rows: Table, *, pp: int, n_microbatches: int) -> None:
 
 
 def timeline(rows: Table) -> Timeline:
-    """Returns the start of each action, at the earliest time, with messages that take no time. Raises ValueError for a deadlock."""
+    """Returns the earliest start of each action, if messages take no time. Raises ValueError for a deadlock."""
     last = max(stage for stages in stages_by_rank(rows) for stage in stages)
     ends: dict[Action, int] = {}  # the end of I also counts as that of B
 
