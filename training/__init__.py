@@ -21,8 +21,8 @@ How is a learning-rate schedule added? By a name in LRSchedulerConfig.decay_type
 How does a resumed run find its next samples on another number of ranks? A checkpoint has one position: all sequences before it are
     trained on, except `holes`, the batches (slots) that were assigned but not committed. The next slots are the holes, then those from the
     position on; a rank takes its part of each. Only a stream has a cursor for each rank, and needs as many data-parallel ranks. Another
-    batch needs resume.allow and, if there are holes, must divide the saved one; --training.global_batch_size=N keeps the batch where the
-    default, -1, would change it.
+    batch size needs resume.allow and, if there are holes, must divide the saved one; --training.global_batch_size=N keeps the batch size
+    where the default, -1, would change it.
     -> ft/protocol/step.py:Ledger.assign, training/data/loader.py:SlotPartition.tasks, configs/saved.py:check_saved
 How is a checkpoint whole or absent? All ranks fsync their files in step-N.partial and report to rank 0 (with groups: of the writer
     group), which renames the folder if no rank reports an error; otherwise it removes the folder, and all raise CheckpointFailed, which
@@ -39,17 +39,17 @@ How is a metric added? In MetricsProcessor.step: a keyword of `_write_metrics` (
     keys and tags.
     -> training/metrics.py:MetricsProcessor.step, train.py:Run.train_step, training/metrics_writer.py:Row
 How is the loss changed? In both methods of CrossEntropySum; or by a subclass with __call__ alone, for which tensor parallelism gathers the
-    logits. build_model, tools/explain/rank.py and bench/parity_worker.py pass it to `parallelize`: with the last unchanged, `make parity`
-    compares the old one. Validation and the reported loss use it, too, so a term for training alone, such as label smoothing, is added
-    where torch.is_grad_enabled().
+    logits. build_model, tools/explain/rank.py and bench/parity_worker.py pass it to `parallelize`: unless the last is changed, too, `make
+    parity` compares the old loss. Validation and the reported loss use it, too, so a term for training alone, such as label smoothing, is
+    added where torch.is_grad_enabled().
     -> training/loss.py:CrossEntropySum, training/components.py:Components.build_model, parallelisms/loss.py:head_loss
 How are parameters frozen, adapters added, a model fine-tuned? By requires_grad_(False) in the model's `build`; frozen parameters stay in
     checkpoints, heals and digests, and have no gradient and no optimizer state. checkpoint.initial_load_path begins a run at step 0 with
     the weights of another, checkpoint.exclude_from_loading names adapters that these lack; scripts/hf.py imports from Hugging Face.
     -> parallelisms/parallelize.py:parallelize, training/checkpoint_config.py:CheckpointConfig, training/states.py:OptimizerState
-How is a state of the run added? By a name in `checkpoint_states`: it is saved, loaded, and sent to a joining group; its state_dict must
-    return the same tensors at each call. A rewind to step 0 needs a line in `reset`. A checkpoint without it is refused, unless _OPTIONAL
-    lists it. What groups compare bit by bit is attached in `build_manager`.
+How is a state of the run added? By a name in `checkpoint_states`: it is saved, loaded, and sent to a joining group; its state_dict returns
+    the same tensors at each call. A rewind to step 0 needs a line in `reset`. A checkpoint without it is refused, unless _OPTIONAL lists
+    it. What groups compare bit by bit is attached in `build_manager`.
     -> training/components.py:Components.checkpoint_states, training/components.py:Components.reset, training/checkpoint_dcp.py:fit
 How does another model get TP, PP, CP and EP? TP by its tp_plan, module name -> kind; PP by the names of its children, if its forward skips
     those that are None; CP by `positions` in forward and self.attend in each attention; EP by Router and Experts. Its code has no

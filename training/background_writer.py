@@ -1,4 +1,4 @@
-"""A thread that writes metrics and events, so that full, read-only or slow storage delays no step. Events: a replica group's record.
+"""A thread that writes metrics and events, so that full, read-only or slow storage delays no step. Events: such as heals and failures.
 
 Each task (metrics, events, config.toml) writes from memory to files; if any of its writes fails, the task is retried until it succeeds.
 Failure and recovery are reported once each."""
@@ -22,7 +22,7 @@ RETRY_S = 1.0
 CLOSE_S = 20.0  # longest wait for storage at the end of the process
 SLOW_S = 10.0  # a longer write is reported
 KEPT_BYTES, KEPT_S = 64 << 20, 3600.0  # limits for the rows of one task that wait for storage
-EVENTS_FILE = "events.jsonl"  # in the group's folder; appears with the first event
+EVENTS_FILE = "events.jsonl"  # in the folder of the group, or of a run without groups; appears with the first event
 Report = Callable[[str], None]
 
 
@@ -81,7 +81,7 @@ class BackgroundWriter:
             return self._done >= requested
 
     def close(self, timeout_s: float = CLOSE_S) -> None:
-        """Retries failed tasks once and ends the thread. May be called twice."""
+        """Lets the thread run every task once more and end, for `timeout_s` at most; reports rows that are lost. May be called twice."""
         with self._changed:
             if self._closed:
                 return
@@ -140,8 +140,8 @@ class BackgroundWriter:
 
 
 class Events:
-    """Events of one launch of one rank, as JSON lines in <run>/groups/<id>/events.jsonl (ft/telemetry.py lists them), which only grows.
-    `heals`: number of heals, of other groups and of this one. Callable from any thread.
+    """Events of one launch of one rank (ft/telemetry.py lists them), appended as JSON lines to <run>/groups/<id>/events.jsonl, or to
+    <run>/events.jsonl without replica groups. `heals`: number of heals, of other groups and of this one. Callable from any thread.
 
     {"time": 1795300000.1, "step": 199, "event": "weights differ", "rank": 0, "groups": ["1"]}
     """

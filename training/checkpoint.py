@@ -156,7 +156,7 @@ class Checkpointer:
         return newest_due > max(found, self._loader.loaded_step)  # up to that step saves belong to an earlier launch
 
     def last_save_exists(self, step: int) -> bool:
-        """Returns True if any group has saved `step`, the last of the run, also into the object store if the folder is one, or if saving is
+        """Returns True if any group has saved `step`, the last of the run (with an object store: has uploaded it), or if saving is
         disabled. Called on one rank."""
         if not self._saves_enabled or self._uploader is None:
             return not self._saves_enabled or step == self.saved_step or self._newest() >= step
@@ -179,7 +179,7 @@ class Checkpointer:
     def save(self, step: int, *, branch: int = 0, last: bool = False, outside_quorum: bool = False) -> None:
         """Saves the states as `step`, due or not. `branch`: how often the run has gone back to a checkpoint. `last`: the run ends with this
         step. `outside_quorum`: see OutsideQuorumLease; nothing can be saved after it. Does nothing if saving is disabled, the step is saved
-        already, or another group is the writer. Async modes write in the background; a later call raises its CheckpointFailed."""
+        already, or another group is the writer. Async modes write in the background; a later call raises that CheckpointFailed."""
         self._failed_at = self._clock()  # until success below: an exception in between makes `overdue` retry
         self.wait()
         model_only = last and self._config.last_save_model_only
@@ -276,7 +276,7 @@ class Checkpointer:
             uploader.enqueue(step)
 
     def wait_uploaded(self, timeout_s: float = 1.0) -> bool:
-        """Returns True once the object store has the newest save, or if the folder is none; False after `timeout_s`. Collective. Raises
+        """Returns True once the object store has the newest save, or if there is none; False after `timeout_s`. Collective. Raises
         CheckpointFailed if the store has refused it since `retry_upload`."""
         if not is_url(self._config.folder):
             return True
@@ -372,7 +372,7 @@ class Checkpointer:
         self, step: int, branch: int, kind: str, states: tuple[str, ...], reports: Sequence[SaveReport]
     ) -> int | None:
         """Publishes, on rank 0, the files of all ranks and returns their bytes, or removes them and raises CheckpointFailed. Returns None
-        if a newer writer has removed them or has saved this step or a later one."""
+        if another group has become the writer and has saved this step or a later one."""
         lease, records = self._lease, tuple(record for report in reports for record in report.records)
         manifest = Manifest(step, kind, states, len(reports), torch.__version__, records, lease.outside_quorum, branch)
 
@@ -409,7 +409,7 @@ class Checkpointer:
                 checkpoint_files.remove_older(
                     self.folder, keep, written=step, branch=branch, damaged=damaged, in_use=in_use
                 )
-                # copies that groups began which never returned; the store does not keep those steps either
+                # copies begun by groups that never returned; the store does not keep those steps either
                 if lease.shared:
                     oldest = min(checkpoint_files.list_steps(self.folder), default=0)
                     checkpoint_files.remove_leftovers(self.folder, oldest - 1, lambda suffix: suffix.startswith(FETCH))

@@ -60,7 +60,7 @@ class OtherRankFailed(RuntimeError):
 
 class Fit(NamedTuple):
     """A comparison of a run's states with a checkpoint. With pipeline stages a rank has only some of the names: a name is missing in the
-    run only if all ranks have it in `only_in_checkpoint`, and unused only if all have it in `unused_excludes`."""
+    run only if all ranks have it in `only_in_checkpoint`, and an entry of `exclude` is unused only if all have it in `unused_excludes`."""
 
     states: States  # that `load_into` can load
     misfits: list[str]  # a phrase for each name that does not fit

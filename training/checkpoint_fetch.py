@@ -88,8 +88,9 @@ class CheckpointFetcher:
         self, requested_step: int, *, before: float = math.inf, loaded_step: int = 0, damaged: Collection[int] = ()
     ) -> None:
         """Copies the newest checkpoint, or `requested_step` if >= 0, out of the object store, unless the folder has a newer one. `before`:
-        of a rewind, only earlier steps; `loaded_step`: the one from which this launch has continued. `damaged`: steps of the folder. In
-        rank 0. Raises CheckpointFailed if the store does not answer."""
+        of a rewind, only earlier steps; `loaded_step`: the one from which this launch has continued. `damaged`: steps of the folder. On
+        rank 0. Raises ValueError if `requested_step` is in neither, CheckpointFailed if the store does not answer, a copy fails, or none is
+        intact."""
         assert self.uploader
         uploader, is_rewind = self.uploader, math.isfinite(before)
         abandoned, saves_enabled = uploader.abandoned, not self._config.nothing_saved
@@ -108,7 +109,7 @@ class CheckpointFetcher:
                     # nothing more
                     uploader.store.fetch_files(self._run_folder)
                 self._copy(uploader.store, step, self._folder)
-                # a group that does not write removes its older ones nowhere else
+                # only here does a group that is not the writer remove its older ones
                 if saves_enabled and self.shared and requested_step < 0 and not is_rewind:
                     keep = self._config.keep_latest_k
                     with suppress(OSError):
@@ -131,15 +132,16 @@ class CheckpointFetcher:
                 )
         for step in stored:  # what an earlier launch had begun to copy, if it is not needed any more
             checkpoint_files.remove_partial(self._folder, step, fetch_suffix(self._name))
-        if saves_enabled and not uploader.done and not uploader.in_use:  # none is on its way
+        if saves_enabled and not uploader.done and not uploader.in_use:  # no save is on its way
             uploader.remove_unneeded()
 
     def _candidates(
         self, stored: Mapping[int, Manifest | None], requested_step: int, before: float, loaded_step: int
     ) -> list[tuple[int, bool]]:
         """Returns (step, is_newer) of the checkpoints in the object store that `fetch` may copy, in the order in which it tries them.
-        `is_newer`: newer than the newest in the folder. Last come those with weights alone, and those saved outside of a quorum, if the
-        folder has that step or in a rewind. If the folder has a usable checkpoint, these and all older ones are left out."""
+        `is_newer`: newer than the newest in the folder. Last come those with weights alone and, if the folder has the same step or in a
+        rewind, those saved outside of a quorum. If the folder has a usable checkpoint, these are left out, and so are all that are older
+        than it."""
         is_rewind = math.isfinite(before)
 
         def is_unfit(step: int) -> bool:

@@ -377,8 +377,8 @@ def remove_older(
     damaged: Collection[int] = (),
     in_use: Collection[int] = (),
 ) -> list[int]:
-    """Removes the `steps_to_remove`, and those of older branches beyond `written`, which is of `branch`, except those `in_use`. Returns
-    the removed steps. Raises OSError."""
+    """Removes the `steps_to_remove`, and steps above `written`, the step just put there, of branches older than `branch`; none of those
+    `in_use`. Returns the removed steps. Raises OSError."""
     paths = {step: step_folder(folder, step) for step in list_steps(folder) if step not in in_use}
     # what cannot be read now may be read later
     steps = [step for step, path in paths.items() if step > written and branch_of(path, unreadable=branch) < branch]
@@ -393,8 +393,8 @@ def remove_older(
 
 
 def steps_to_remove(kinds: Mapping[int, str], keep: int, *, written: int, uncounted: Collection[int] = ()) -> list[int]:
-    """Returns the steps older than the `keep` newest full ones (0: none). Those in `uncounted` are not among these: they are damaged, or
-    were saved outside of a quorum. Keeps `written` (just published), newer ones, those without a manifest, and those of kind "model".
+    """Returns the steps older than the `keep` newest full ones (0: none). Those in `uncounted`, which are damaged or were saved outside of
+    a quorum, do not count as such. Keeps `written` (just published), newer ones, those without a manifest, and those of kind "model".
     `kinds`: by step, ascending."""
     counted = [step for step, kind in kinds.items() if kind == "full" and step not in uncounted]
     oldest_kept = min([*counted[-keep:], written]) if keep else -1

@@ -316,9 +316,9 @@ class CheckpointLoader:
             return problem
         compared = {*names, *(found.states if found is not None and not initial else ())}
         exclude = list(config.exclude_from_loading) if initial else []
-        if initial and not config.initial_load_model_only:  # its settings are this run's, not those of the other run
+        if initial and not config.initial_load_model_only:  # the optimizer's settings are this run's
             exclude.append("optimizer.param_groups")
-        # they follow from this run's configuration; in checkpoints of this run they are as in training, unless seq_len was changed
+        # computed buffers follow from this run's configuration; a checkpoint of this run has the same, unless seq_len was changed
         exclude += [name for name in self._computed if initial or dcp.other_size(name, live, metadata)]
         fit = dcp.fit(live, metadata, compared=compared, exclude=exclude, exact=not initial)
         fits = ranks.all_gather(fit._replace(states={}))

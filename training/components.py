@@ -421,7 +421,7 @@ class Components:
         early = self.config.fault_tolerance.enable or position or self.manager.rewinds or self.config.training.skip
         steps = min(left, STEPS_TO_STOP * self.inner_steps) if early else left
         begin, holes = ledger.get("position", 0), ledger.get("holes", ())
-        # sequences of holes are assigned before new ones; a rewind, which gives `position`, skips them (Ledger.rewind)
+        # holes are trained on before the data from `begin` on; a rewind, which gives `position`, skips them (Ledger.rewind)
         in_holes = 0 if position else len(holes) * ledger.get("slot_size", 0)
         needed = max(0, steps * self.slot_size - in_holes) + max(0, position - begin)
         text = self.data.continue_segments(begin, holes, self.changes, needed)
@@ -440,7 +440,7 @@ class Components:
         if not is_before:
             metrics.inherited_position = {}
         if self.world.global_rank == 0:
-            self.background_writer.flush(SYNC_S)  # the rows of the steps before it may be on their way
+            self.background_writer.flush(SYNC_S)  # the rows of the steps before `step` may be on their way
             changes = self.removed_changes()
             metrics.record_changes(merge_changes(changes, self.changes) if is_before else changes, self.request_config)
 
@@ -518,7 +518,7 @@ class Components:
 
 def check_same_settings(config: RunConfig, changes: Mapping[str, str], world: World) -> None:
     """Raises CheckpointFailed if this rank has read an older config.toml of the run than rank 0, which fetches it from an object store.
-    scripts/launch.py fetches it before it starts ranks; torchrun alone does not."""
+    scripts/launch.py fetches the file before it starts ranks; torchrun alone does not."""
     if not is_url(config.checkpoint.folder):
         return
     read = repr((dict(changes), config.training.dataset_held_out))  # what follows from that file

@@ -13,8 +13,8 @@ from training.states import plain_name
 
 
 class EMA:
-    """The average of each parameter, fp32 and sharded as the parameter is. The first update takes the weights; each later one adds
-    (1 - decay) of what they differ by, as torch's AveragedModel does.
+    """The average of each parameter, fp32 and sharded as the parameter is. The first update takes the weights; each later one moves the
+    average towards them by (1 - decay) of the distance, as torch's AveragedModel does.
 
     It is saved in checkpoints as EMA_STATE, sent to healing groups, and compared between groups as weights are (hence `parameters`)."""
 

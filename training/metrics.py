@@ -98,8 +98,8 @@ class MetricsProcessor:
         self, step: int, commit: Commit, update: Update, *, slot_size: int, inner_steps: int, heals: int | None = None
     ) -> None:
         """Reports a committed step; in semi-synchronous training one report stands for a round of `inner_steps`. An `update` with `spike`
-        was not applied. `heals`: those that this group has seen, its own included, if there are groups; their metrics are
-        charted on logging steps and whenever they change."""
+        was not applied. `heals`: those that this group has seen, its own included, if there are groups; the groups' metrics are charted on
+        logging steps and whenever they change."""
         loss, (grad_norm, lr, spike), rewound = commit.mean_loss, update, commit.rewound
         tokens = 0 if spike else round(commit.divisor)
         groups = dict[str, float]()

@@ -7,9 +7,9 @@ process is killed, other groups still have its newest rows; a run of one group r
 it has written all rows (`sync`), unless storage of the run's folder failed then, or did not answer for SYNC_S.
 
 All groups have the same losses and token counts, since reductions give all of them the same results; times and memory are the writer's, and
-with a semi_sync_method the gradient norm. A new writer first writes the rows that the previous one did not write, and removes rows of steps
-that were not committed: each step is in metrics.jsonl and samples.jsonl exactly once. A process that was stopped (SIGSTOP) and continues
-still believes to be the writer, until it reads a newer quorum in the lease (writer_lease.py).
+so is the gradient norm with a semi_sync_method. A new writer first writes the rows that the previous one did not write, and removes rows of
+steps that were not committed: each step is in metrics.jsonl and samples.jsonl exactly once. A process that was stopped (SIGSTOP) and
+continues still believes to be the writer, until it reads a newer quorum in the lease (writer_lease.py).
 
 The newest rows (ROWS_KEPT) are sent to healing groups and stored in each checkpoint, since a checkpoint may be of a step that only its
 writer has committed. If that group dies, the others repeat the step, and the files get their row of it. If all groups die after that, the
@@ -86,7 +86,7 @@ class MetricsWriter:
         self._rows_kept = rows_kept
         self._max_kept_bytes = kept_bytes
         self._lock = threading.Lock()  # for state shared by both threads; never held during file operations
-        # rows in memory, also those that another group has to write, which may die
+        # rows in memory, also those that another group has to write, since that group may die
         self.kept: deque[_KeptRow] = deque()
         self._kept_bytes = self._last_number = 0
         self._first_pending = 1  # number of the first row that this group has to write and has not written

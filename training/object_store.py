@@ -79,7 +79,7 @@ class ObjectStore:
 
     @functools.cached_property
     def file_system_and_root(self) -> tuple[Any, str]:
-        """The file system and the path in it. Made by the first rank that needs it: the import of a driver takes a second."""
+        """The file system and the path in it. Made when first used: the import of a driver takes a second."""
         from fsspec.core import url_to_fs
 
         file_system, path = url_to_fs(self.url, use_listings_cache=False)  # other processes write there
@@ -164,10 +164,10 @@ class ObjectStore:
         again: bool = False,
         on_bytes: Callable[[int], object] = lambda count: None,
     ) -> Path:
-        """Copies a checkpoint into `folder`, several segments at once, verifies it, and returns its place. Unless `again`, one with an
-        equal manifest and files of those sizes stays, unverified. An interrupted fetch continues: the segments that are on disk stay, if
-        they verify; those of another step are removed. `fetcher`: sets apart processes that share the folder. `on_bytes`: called for the
-        bytes of each segment; what it raises ends the fetch. Raises Damaged."""
+        """Copies a checkpoint into `folder`, several segments at once, verifies it, and returns its place. Unless `again`, a local
+        checkpoint with an equal manifest and files of those sizes stays, unverified. An interrupted fetch continues: the segments that are
+        on disk stay, if they verify; those of another step are removed. `fetcher`: sets apart processes that share the folder. `on_bytes`:
+        called for the bytes of each segment; what it raises ends the fetch. Raises Damaged."""
         manifest, target = self.manifest(step), checkpoint_files.step_folder(folder, step)
 
         def is_present() -> bool:
@@ -249,8 +249,8 @@ class ObjectStore:
 
     def put_files(self, folder: Path, patterns: Iterable[str]) -> None:
         """Puts what the store lacks of files that grow, and are cut when a run resumes. A store has no append, so each file is a sequence
-        of segments: a new one has what follows the last one that is as in the file, and those that differ are removed after it has been
-        put, so that a kill leaves the old file or the new one."""
+        of segments: a new segment has what follows the last one that equals the file, and segments that differ are removed after it has
+        been put, so that a kill leaves the old file or the new one."""
         names = {
             str(path.relative_to(folder)) for pattern in patterns for path in folder.glob(pattern) if path.is_file()
         }
@@ -270,7 +270,7 @@ class ObjectStore:
                 file.seek(end)
                 if rest := file.read():
                     self._call("pipe_file", _segment_name(name, end, rest, generation), rest)
-            for _, _, key in stale:  # the first ones first: without them none follows those that stay
+            for _, _, key in stale:  # the first one first: without it none of the others follows those that stay
                 self._call("rm_file", key)
 
     def fetch_files(self, folder: Path, names: Collection[str] = ()) -> None:
@@ -288,7 +288,7 @@ class ObjectStore:
         kinds = {step: each.kind if each else "damaged" for step, each in found.items() if step not in steps}
         outside_quorum = [step for step, each in found.items() if each and each.outside_quorum]
         for step in [*steps, *checkpoint_files.steps_to_remove(kinds, keep, written=written, uncounted=outside_quorum)]:
-            # the files are those of no checkpoint then: `remove_leftovers` removes them
+            # no manifest refers to the files then: `remove_leftovers` removes them
             self._call("rm_file", f"step-{step}/{MANIFEST}")
 
     def unfinished(self) -> list[tuple[int, str, str, str]]:
@@ -304,8 +304,8 @@ class ObjectStore:
             return [(int(match[1]), bucket, key, upload) for match, key, upload in found if match]
 
     def remove_leftovers(self, until: float = math.inf) -> None:
-        """Ends unfinished uploads, and removes the files that no manifest refers to, of steps up to `until`: no process may upload
-        these."""
+        """Ends unfinished uploads, and removes the files that no manifest refers to, of steps up to `until`. Requires that no process
+        uploads these steps."""
         for step, *upload in self.unfinished():
             if step <= until:
                 with _os_errors(self.url):

@@ -59,7 +59,7 @@ class Saver:
         """Saves a step that is due or requested. Raises the failure if the group leaves, since then there is no retry."""
         manager, checkpointer = self.manager, self.checkpointer
         if not manager.writer_quorum:
-            # a save in the background, of the time when this group was the writer
+            # a background save from the time when this group was the writer
             if checkpointer.saving is not None and checkpointer.saving.done():
                 try:
                     checkpointer.wait()

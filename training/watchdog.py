@@ -31,10 +31,10 @@ GRACE_S = 20.0  # from the report to the end of the process
 
 def dump_stacks(after_s: float) -> None:
     """Writes every thread's stack to standard error after `after_s` and exits with code 1: in C, so also while Python waits for the GIL.
-    Waits for no room in a pipe that nobody reads: that may be the cause of the hang, and would block the exit, too."""
+    Does not wait for room in a pipe that nobody reads: the full pipe may be the cause of the hang, and would block the exit, too."""
     descriptor = sys.stderr.fileno()
     if stat.S_ISFIFO(os.fstat(descriptor).st_mode):
-        # opened again, as O_NONBLOCK is of the open file, which other processes share
+        # opened again, since O_NONBLOCK would hold for all processes that share the open file
         with contextlib.suppress(OSError):
             descriptor = os.open(f"/proc/self/fd/{descriptor}", os.O_WRONLY | os.O_NONBLOCK)
     faulthandler.dump_traceback_later(after_s, exit=True, file=descriptor)

@@ -58,7 +58,7 @@ class DataSegment:
         """Returns True if the order is the same. Paths and names may differ; a setting that only one side has is not compared."""
         mine, theirs = (
             {
-                "skip": [],  # of versions without documents that are left out
+                "skip": [],  # for segments of versions that could not leave out documents
                 **each.settings,
                 "dataset_path": "",
                 "sources": [{**source, "path": "", "name": ""} for source in each.settings["sources"]],
@@ -112,9 +112,9 @@ class _Data:
             )
 
     def continue_segments(self, position: int, holes: Sequence[int], changed: Collection[str], sequences: int) -> str:
-        """Begins a new segment at `position`, after the state of a checkpoint was loaded, if its settings differ. Returns a text about it,
-        or "". `holes`: earlier positions that are still to be trained on. `changed`: keys that differ from the saved
-        config.toml. `sequences`: how many are still needed from `position` on. Raises ValueError if the data cannot be continued."""
+        """Begins a new segment at `position` if the settings differ from those of the checkpoint that was loaded. Returns a text about it,
+        or "". `holes`: earlier positions that are still to be trained on. `changed`: keys that differ from the saved config.toml.
+        `sequences`: how many are still needed from `position` on. Raises ValueError if the data cannot be continued."""
         return ""
 
     def validation_orders(self, *, seq_len: int) -> dict[str, StoreOrder | DocumentOrder]:
@@ -145,7 +145,7 @@ class _OrderedData(_Data, ABC):
         self, config: TrainingConfig, tokenizer: Tokenizer, validation_stores: Sequence[tuple[str, Store]]
     ) -> None:
         super().__init__(config, tokenizer, validation_stores)
-        # empty, `segments` is [_own], until a state is loaded or `continue_segments` begins one
+        # empty, so that `segments` is [_own], until a state is loaded or `continue_segments` begins one
         self._segments = list[DataSegment]()
         self._loads_old_format = False  # True: the loaded state is of a version without segments
         self._order: SegmentedOrder | None = None
@@ -194,7 +194,7 @@ class _OrderedData(_Data, ABC):
         self._set(segments)
 
     def continue_segments(self, position: int, holes: Sequence[int], changed: Collection[str], sequences: int) -> str:
-        # position is 0 where the ledger was not loaded: later segments of the loaded data are not of this run
+        # `position` is 0 if a checkpoint was loaded without its ledger: the later segments of its data are not of this run
         own, before, text = self._own, [each for each in self.segments if each.first <= position], ""
         if self._loads_old_format and (
             keys := [key for key in changed if key.removeprefix("training.") in own.settings]

@@ -86,7 +86,8 @@ class BatchLoader(ABC):
 
     def load(self, slots: Iterable[int]) -> Iterator[Batch]:
         """Returns an iterator over this rank's local batches, slot by slot, equally many on every rank. Discards the rest of earlier calls.
-        Reading starts at once, not at the first `next`; `next` raises DataFailed, and RuntimeError with its cause."""
+        Reading starts at once, not at the first `next`; `next` raises DataFailed if data cannot be read; RuntimeError for other errors, and
+        after a later call."""
         tasks = [task for slot in slots for task in self._partition.tasks(slot)]
         self._load_id += 1
         load_id, read = self._load_id, self.start(tasks)
@@ -272,7 +273,7 @@ def unsignalled_workers() -> Iterator[None]:
 
 
 def iterate(loader: DataLoader[Any]) -> Iterator[Any]:
-    """Returns iter(loader), of which the first call starts the workers."""
+    """Returns iter(loader); the first call for a loader starts its workers."""
     with unsignalled_workers():
         return iter(loader)
 

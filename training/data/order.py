@@ -3,8 +3,8 @@
 `DocumentOrder`, of a corpus in the cache: epoch e concatenates the split's documents, shuffled by (seed, e), each between BOS and EOS,
 into a stream of N tokens. It is split into (N - 1) // seq_len sequences; sequence i is tokens [i * seq_len, i * seq_len + seq_len + 1):
 seq_len inputs, and the targets shifted by one. The last (N - 1) % seq_len tokens of the stream are dropped; they are different ones in each
-epoch. Sequences are visited with a fixed stride coprime to their number (`stride`), so that a batch is spread over the epoch. Its time and
-memory grow with the documents.
+epoch. Sequences are visited with a fixed stride coprime to their number (`stride`), so that a batch is spread over the epoch. Time and
+memory grow with the number of documents.
 
 `StoreOrder`, of a token store of any size: epoch e is the stream of the store's shards, without the documents of `skip`, from an offset
 below seq_len, split likewise, and its sequences are visited in the order of a permutation that is computed for one position at a time
@@ -12,7 +12,7 @@ below seq_len, split likewise, and its sequences are visited in the order of a p
 
 `Mixture`, of several stores: the source of position p is entry p of a repeating pattern in proportion to their weights (`pattern`).
 
-`SegmentedOrder`, of a run whose data changed by resume.allow: each begins a new order, at the position that was reached then."""
+`SegmentedOrder`, of a run whose data changed by resume.allow: each change begins a new order, at the position that was reached then."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Order(Protocol):
         prompt; NO_TOKEN: there is none."""
 
     def document_starts(self, position: int) -> np.ndarray:
-        """Returns for each token of `sequence(position)` the index in it of the first token of its document, [seq_len + 1] int64."""
+        """Returns for each token of `sequence(position)` the index in the sequence of its document's first token, [seq_len + 1] int64."""
 
 
 def shuffled(count: int, seed: int, epoch: int) -> np.ndarray:
@@ -280,15 +280,15 @@ def rounded(weights: Sequence[float]) -> list[int]:
     by_remainder = sorted(range(len(parts)), key=lambda i: parts[i] - exact[i])
     for i in by_remainder[: max(0, PATTERN - sum(parts))]:
         parts[i] += 1
-    while sum(parts) > PATTERN:  # parts of one, of weights near zero
+    while sum(parts) > PATTERN:  # weights near zero were raised to one part
         parts[parts.index(max(parts))] -= 1
     return parts
 
 
 def pattern(parts: Sequence[int]) -> np.ndarray:
     """Returns the source of each position, [sum(parts)] int64, source i parts[i] times. In each prefix of n the number of every source is
-    within one of n * parts[i] / sum(parts): the j-th of a source has a window of positions, and the earliest end of a window goes first,
-    which meets all of them (Baruah et al., Proportionate progress, 1996)."""
+    within one of n * parts[i] / sum(parts): the j-th of a source has a window of positions, and the open window that ends first gets the
+    position, so that none is missed (Baruah et al., Proportionate progress, 1996)."""
     total, made, sources = sum(parts), [0] * len(parts), np.empty(sum(parts), dtype=np.int64)
     for position in range(total):
         open_windows = [i for i, part in enumerate(parts) if made[i] < part and made[i] * total // part <= position]
@@ -308,7 +308,7 @@ class MixtureSource:
 
 
 class _Interval:
-    """Positions of a mixture from `first` on, until the budget of one more source has ended. `begun`: sequences that each had before."""
+    """Positions of a mixture from `first` on, until the budget of one more source has ended. `begun`: sequences of each source so far."""
 
     def __init__(self, first: int, sources: Sequence[MixtureSource], begun: Sequence[int]) -> None:
         self.first, self.begun = first, list(begun)

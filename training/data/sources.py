@@ -1,7 +1,7 @@
 """Data sources: Python's standard library, local text files, token files. Finds the files and reads their documents.
 
-Flow: configs/check.py calls `check_sources` before any process starts; dataset.py calls `find_source`; cache.py reads every file once, as
-scripts/prepare_data.py does for a token store."""
+Flow: configs/check.py calls `check_sources` before any process starts; dataset.py calls `find_source`; cache.py reads the files when it
+builds a cache, scripts/prepare_data.py when it builds a token store."""
 
 from __future__ import annotations
 
@@ -329,12 +329,12 @@ class _Written:
 
 
 def write_array(file: IO[bytes], array: np.ndarray) -> None:
-    """Appends the elements. Raises OSError with its cause (a full disk), which ndarray.tofile does not know."""
+    """Appends the elements. Raises OSError with its cause (a full disk), which ndarray.tofile does not report."""
     file.write(np.ascontiguousarray(array).data)
 
 
 def save_array(path: Path, array: np.ndarray) -> None:
-    """Writes a .npy file. Raises OSError with its cause, which np.save does not know where it uses ndarray.tofile, for a file."""
+    """Writes a .npy file. Raises OSError with its cause, which np.save does not report for a file: it uses ndarray.tofile."""
     with path.open("wb") as file:
         np.save(_Written(file), array)
 
@@ -358,7 +358,8 @@ def find_files(
     patterns: Iterable[str], suffixes: tuple[str, ...], setting: str, *, every: bool = False
 ) -> tuple[SourceFile, ...]:
     """Returns the files of names, globs and folders: in the given order, sorted within each, none twice. Of a folder of text, compressed
-    and .json files count only with `every` or if it has no others, since runs from before they could be read resume. Raises ValueError."""
+    and .json files count only with `every` or if it has no others: a run from before these could be read resumes with the same files.
+    Raises ValueError."""
     found: dict[Path, SourceFile] = {}
     for pattern in filter(None, (pattern.strip() for pattern in patterns)):
         with os_errors_of(setting):

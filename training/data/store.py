@@ -118,7 +118,7 @@ class Store:
 
 
 def read_manifest(folder: Path, setting: str) -> StoreManifest:
-    """Raises ValueError, beginning with `setting`, if there is none or it cannot be read."""
+    """Returns the manifest of a store. Raises ValueError, beginning with `setting`, if there is none or it cannot be read."""
     path = folder / MANIFEST
     with os_errors_of(setting):
         content, unfinished = path.read_bytes() if path.is_file() else None, (folder / JOURNAL).is_file()
@@ -233,7 +233,7 @@ class StoreWriter:
             self._sync_journal()
 
     def _end_shard(self, *, last: bool = False) -> None:
-        """Writes the rest of a shard, then its line in the journal. The last one without a document is removed."""
+        """Writes the rest of a shard, then its line in the journal. Removes a last shard without a document."""
         number, train_tokens = len(self.shards), self._tokens
         train_documents = sum(map(len, self._lengths))
         for ids, lengths in self._held:
@@ -250,7 +250,7 @@ class StoreWriter:
         all_documents = len(lengths) + sum(shard.documents for shard in self.shards)
         held = all_documents - train_documents - sum(shard.train_documents for shard in self.shards)
         cut = round(total * self._settings.held_out)
-        # The hashes of the documents would leave a split empty, as with one document: the last share of the tokens is held out
+        # If the hashes of the documents leave a split empty, as with one document, the last share of the tokens is held out
         if last and held in (0, all_documents) and 0 < cut < self._tokens:
             train_tokens = self._tokens - cut
             train_documents = int(np.searchsorted(bounds, train_tokens))
