@@ -127,7 +127,7 @@ class Agent(LocalElasticAgent):
     def __init__(
         self, spec: WorkerSpec, output: Output, ranks: LocalRanks, clock: Clock, pause: Callable[[float], object]
     ) -> None:
-        super().__init__(spec, output, exit_barrier_timeout=EXIT_TIMEOUT_S)  # which torch's log names
+        super().__init__(spec, output, exit_barrier_timeout=EXIT_TIMEOUT_S)  # as in `_exit_barrier`; torch logs it
         self._ranks, self._clock, self._pause, self._restarted_at_s = ranks, clock, pause, list[float]()
         self._started_s, self._short_runs, self._delay_s = 0.0, 0, 0.0
 
@@ -182,7 +182,7 @@ class Agent(LocalElasticAgent):
         self._stop_workers(worker_group)  # now: ranks that wait for a failed one could hang
         self._ranks.end_if_stopping()
         self._pause(self._delay_s)
-        self._delay_s = 0.0  # a restart because another node has restarted has none
+        self._delay_s = 0.0  # a restart that another node causes has no delay
         super()._restart_workers(worker_group)
 
     def _stop_workers(self, worker_group: WorkerGroup) -> None:
@@ -201,8 +201,8 @@ class LocalRanks(Signals):
         self.killed = False
         self.change = threading.Lock()  # of `pids`
         self.pids = set[int]()  # of running ranks
-        self.groups = set[int]()  # Unix process groups of these ranks, which may have processes after they have ended
-        self.started = False  # ranks, at least once
+        self.groups = set[int]()  # Unix process groups of the ranks, in which processes may outlive their rank
+        self.started = False  # True once ranks were started
         self.first_failed: set[int] = set()  # global ranks
         self._grace_s = grace_s
         self._timers: list[threading.Timer] = []
@@ -270,7 +270,7 @@ class LocalRanks(Signals):
 
 
 class Output(LogsSpecs):
-    """Each rank's output in <folder>/rank<N>.log, appended by each restart; a thread copies that of `shown` ranks to the console."""
+    """Each rank's output in <folder>/rank<N>.log, to which each restart appends; a thread copies that of `shown` ranks to the console."""
 
     def __init__(self, folder: Path, shown: frozenset[int] | None) -> None:
         super().__init__(str(folder))
@@ -286,7 +286,8 @@ class Output(LogsSpecs):
         return self._shown is None or rank in self._shown
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
-        """Called by torch at each restart. Passes the log file to lifeline.py, which redirects the output, so torch does not."""
+        """Passes each rank's log file to lifeline.py, which redirects the output, so torch does not. Called by torch at each start of the
+        ranks."""
         self._folder.mkdir(parents=True, exist_ok=True)
         for env in envs.values():
             rank = int(env["RANK"])

@@ -69,7 +69,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def quiet_torch() -> None:
-    """Call before torch is imported: avoids CUDA initialization and library threads, which do not survive a fork."""
+    """Avoids CUDA initialization and library threads, which do not survive a fork. Called before torch is imported."""
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # failures are reported once, by rank
@@ -84,7 +84,8 @@ def exit_now(code: int) -> NoReturn:
 
 
 def start_ranks(settings: CheckSettings, launch_settings: LaunchSettings) -> int:
-    """Runs this node's ranks as forks of this process: saves 150 MB per rank. Returns the exit code. Raises ValueError for the port."""
+    """Runs this node's ranks as forks of this process: saves 150 MB per rank. Returns the exit code. Raises ValueError if the port cannot
+    be used."""
     import torch.distributed as dist
 
     import tools.cluster.rank  # noqa: F401 (imported before the forks)
@@ -153,7 +154,8 @@ class ForkedRanks:
     stopped: set[int] = field(default_factory=set)  # ranks that got SIGSTOP
 
     def wait(self, settle_s: float) -> int:
-        """Waits for all ranks, returns the largest exit code; kills those that run settle_s after the first has ended: 1."""
+        """Waits for all ranks and returns the largest exit code. `settle_s` after the first has ended, or once all that run are stopped
+        (SIGSTOP), kills these and returns 1."""
         code, end = 0, float("inf")
         while self.pids:
             for pid, rank in list(self.pids.items()):

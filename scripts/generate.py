@@ -109,7 +109,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 def read_surviving(read: Callable[[], T], only: str, warn: Callable[[str], object], attempt: int = 1) -> T:
     """Returns `read()`, which finds and reads the newest checkpoint; begins again, after a warning, when a run that goes on has removed it.
-    `only` not "": one certain checkpoint is read; the text is advice for the error. Raises CheckpointFailed."""
+    `only`: advice for the error, if one certain checkpoint is read, which is not tried again; else "". Raises CheckpointFailed."""
     try:
         return read()
     except Removed as removed:

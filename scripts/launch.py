@@ -141,7 +141,7 @@ def threads_per_rank(nproc: int) -> str:
 
 
 def cores_here() -> int:
-    """Returns the number of cores that this process may use, including a container's quota, which Python and OpenMP ignore."""
+    """Returns the number of cores that this process may use, within a container's quota, which Python and OpenMP ignore."""
     cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
     with suppress(OSError, ValueError):
         quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()  # cgroup v2; "max" is no quota

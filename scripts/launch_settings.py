@@ -87,7 +87,7 @@ class LaunchSettings:
 
     @staticmethod
     def read(env: Mapping[str, str]) -> LaunchSettings:
-        """Raises ValueError: a variable has a bad value or is missing."""
+        """Reads the variables. Raises ValueError: one has a bad value or is missing."""
         if "NPROC" in env and "NGPU" in env and env["NPROC"] != env["NGPU"]:
             raise ValueError(f"NPROC={env['NPROC']}: differs from its alias NGPU={env['NGPU']}; set one of them")
         nproc = "NPROC" if "NPROC" in env else "NGPU"

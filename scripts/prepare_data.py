@@ -196,7 +196,7 @@ def find(pattern: str, out: Path) -> tuple[SourceFile, ...]:
         found = hub.HfFileSystem().glob(pattern.removeprefix(HUB), detail=True)
     except FileNotFoundError:
         found = {}
-    except Exception as error:  # of its own, of the network
+    except Exception as error:  # the hub library's own, or the network's
         answer = getattr(error, "response", None)
         refused = isinstance(error, ValueError) or (answer is not None and answer.status_code in (401, 403, 404))
         raise (ValueError if refused else OSError)(f"SOURCE {pattern}: the hub: {error}") from error
@@ -243,7 +243,7 @@ def download(file: SourceFile) -> None:
         of = hub.HfFileSystem().resolve_path(file.name)
         folder = file.path.parents[len(Path(of.path_in_repo).parts) - 1]
         hub.hf_hub_download(of.repo_id, of.path_in_repo, repo_type=of.repo_type, revision=of.revision, local_dir=folder)
-    except Exception as error:  # of its own, of the network: not all are OSErrors
+    except Exception as error:  # the library's own, or the network's: not all are OSErrors
         raise OSError(f"{HUB}{file.name}: the hub: {error}") from error
 
 
@@ -288,7 +288,7 @@ def _begin(tokenizer_path: str, held_out: float) -> None:
             parent.join()
             os._exit(1)
 
-        # A killed parent would leave it waiting for tasks
+        # A killed parent would leave this process waiting for tasks
         threading.Thread(target=end_with_parent, daemon=True).start()
 
 

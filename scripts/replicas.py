@@ -66,7 +66,7 @@ class ReplicaSupervisor:
     env: dict[str, str]
     log: Path
     restarts: int  # within any RESTARTS_WITHIN_S
-    shown: bool = True  # its output, on the console
+    shown: bool = True  # its output is copied to the console
     process: subprocess.Popen[str] | None = None
     code: int | None = None  # exit code once it is not restarted any more
     started_s: float = 0.0
@@ -128,7 +128,7 @@ class ReplicaSupervisor:
             self.code = 1 if code < 0 else code
             if too_often and self.restarts:
                 how += f"; {self.restarts} restarts within {RESTARTS_WITHIN_S / 3600:g} h, MAX_RESTARTS reached"
-            told = not self.restarts and code == STOPPED_EARLY  # and it has said so
+            told = not self.restarts and code == STOPPED_EARLY  # and its own log says so
             return "" if code == 0 or told else f"group {self.name} failed and is not restarted ({how})"
         self.restarted_at_s.append(now_s)
         self.restart_at_s = now_s + restart_delay_s(self.short_runs)
@@ -136,7 +136,7 @@ class ReplicaSupervisor:
 
     @property
     def is_refused(self) -> bool:
-        """Returns True if its first launch has ended at once with bad input, which is then that of all groups."""
+        """Returns True if its first launch has ended at once with bad input, which all groups then have."""
         return self.code == 2 and self.short_runs > 0 and not self.restarted_at_s
 
     def ended(self) -> int | None:
@@ -149,7 +149,7 @@ class ReplicaSupervisor:
             self.process.send_signal(number)
 
     def kill(self) -> None:
-        """Kills the Unix process group, also what an ended process left in it, and forgets it, as its number may later be another's."""
+        """Kills the Unix process group, also what an ended process left in it, and forgets the process, whose number another may get."""
         if self.process is not None:
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.process.pid, signal.SIGKILL)
@@ -273,8 +273,8 @@ def main(argv: list[str]) -> int:
 
 def lock_groups(folder: Path) -> ExitStack:
     """Locks a job's folder of groups, and its run's folder against launches without groups, also while all groups start again. A second
-    launch would replace the token of a running job, and its groups could not rejoin; so groups that outlive their launch count, too.
-    Raises ValueError: one is running."""
+    launch would replace the token of a running job, whose groups could not rejoin; so groups that outlive their launch count, too. Raises
+    ValueError: one is running."""
     from training.durable_files import RunLock
 
     locks = ExitStack()
@@ -322,10 +322,10 @@ def run(
                 if line := part.poll(time.monotonic()):
                     say(line)
             if any(group.is_refused for group in groups):
-                return 2  # the message has been printed; of a group that is refused later, the others go on
+                return 2  # the message has been printed; if a group is refused later, the others go on
             time.sleep(POLL_S)
         codes = {group.code or 0 for group in groups}
-        return max(codes - {STOPPED_EARLY} or codes)  # one that was stopped early had nothing to save; others may have
+        return max(codes - {STOPPED_EARLY} or codes)  # one stopped early had nothing to save: others' codes count
     finally:
         for group in groups:
             group.end()
@@ -428,8 +428,8 @@ def start_lighthouse(
 def spawn_lighthouse(
     config: RunConfig, env: dict[str, str], *, bind: str, http: str, through: Sequence[str] = ()
 ) -> subprocess.Popen[str]:
-    """Returns its process, which prints its address, then that of the dashboard. `http` "": the port after that of `bind`. `through`: a
-    command prefix."""
+    """Starts a lighthouse and returns its process, which prints its address, then that of the dashboard. `http` "": the port after that of
+    `bind`. `through`: a command prefix."""
     settings = config.fault_tolerance
     flags = {
         "--bind": bind,

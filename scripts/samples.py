@@ -4,12 +4,12 @@
     scripts/samples.py RUN [--step N | --position N] [--json]
 
 Standard library only. Reads <run>/samples.jsonl, which has a line per committed step: its slots, each with the replica id of the group that
-contributed the gradients, the holes: slots of a group that died, not assigned again yet, and the positions that are left out: by
-training.skip, or by training.on_spike: "skip" leaves out all slots of a step, "rewind" all since the checkpoint to which the run went back;
-the lines after that checkpoint are those of the new branch, and the first of them says so. A slot is `slot_size` sequences, named by its
-first position in the data order, which counts sequences and continues over epochs. With semi-synchronous training a line is a committed
-sync and covers `steps` steps. The first line of a run that continues the data of another run's checkpoint (checkpoint.initial_load_path)
-has where it begins.
+contributed the gradients; the holes, which are slots of a group that died, not assigned again yet; and the positions that training.skip or
+training.on_spike leaves out: "skip" leaves out all slots of a step, "rewind" all since the checkpoint to which the run went back. The lines
+after that checkpoint are those of the new branch, and the first of them says so. A slot is `slot_size` sequences, named by its first
+position in the data order, which counts sequences and continues over epochs. With semi-synchronous training a line is a committed sync and
+covers `steps` steps. The first line of a run that continues the data of another run's checkpoint (checkpoint.initial_load_path) says at
+which position.
 
 Exit code: 0 exactly once (or the given step or position was found); 1 otherwise; 2 bad input.
 """
@@ -42,7 +42,7 @@ class Range(NamedTuple):
 
 
 class RecordedRewind(NamedTuple):
-    """Begin of a branch: step `spiked` was a spike for the reason `why`, and the run went back to `step`."""
+    """Beginning of a branch: step `spiked` was a spike for the reason `why`, and the run went back to `step`."""
 
     step: int
     spiked: int

@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
 """Prints what a run trains on at some positions: scripts/show_data.py outputs/llama 40-47
 
-For each position: its source, and each document in it, with its number in the store (for [[training.skip]]), its tokens and the beginning
-of their text. A position is the number of a sequence in the order of the data, as in messages and in samples.jsonl. RUN is a run's folder,
-or a config file before the first launch. Reads the data and, for changes of settings, the newest checkpoint; one process, no GPU.
+For each position: its source, and each document in it, with its number in the store (for [[training.skip]]), its number of tokens and the
+beginning of its text. A position is the number of a sequence in the order of the data, as in messages and in samples.jsonl. RUN is a run's
+folder, or a config file before the first launch. Reads the data and, for changes of settings, the newest checkpoint; one process, no GPU.
 Exit code: 0 printed; 1 storage fails; 2 bad input, or a damaged checkpoint.
 """
 

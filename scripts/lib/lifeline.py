@@ -2,7 +2,7 @@
 
     python -IS lifeline.py LAUNCHER_PID SIGNAL PROGRAM ARGUMENT...
 
-agent.py starts ranks through it, which are killed; replicas.py groups and the lighthouse, which get SIGTERM, so that groups save.
+agent.py starts the ranks through it, with SIGKILL; replicas.py starts groups and the lighthouse, with SIGTERM, so that groups save.
 Standard library only and no site, because every rank runs it: 15 ms.
 """
 

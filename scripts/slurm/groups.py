@@ -10,7 +10,7 @@ A job step that fails is restarted on its nodes or, if Slurm has lost one of the
     SIGTERM (scancel)                                         save and leave
 
 The job is not requeued if it has saved no checkpoint since it began, or if the groups have ended without a signal. Exit code: 0 finished,
-saved or requeued; 2 bad input; 1 other errors.
+saved or requeued; 2 bad input; 143 stopped while no step was under way; 1 other errors.
 """
 
 from __future__ import annotations
