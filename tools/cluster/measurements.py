@@ -285,7 +285,7 @@ def _answer(comm: Communicator, peer: int) -> None:
 
 def matmul_flops(comm: Communicator) -> tuple[float, float]:
     """Returns floating-point operations a second (bf16 on a GPU, fp32 on a CPU; median over MATMUL_S) and the share of that time in which
-    this thread ran: near 1 on a slow core, less where other programs use it."""
+    this thread ran: near 1 on a core that is slow by itself, less on one that other programs use."""
     n, dtype = DEVICE_TRAITS[comm.device.type].probe
     a, b = (torch.randn(n, n, dtype=dtype, device=comm.device) for _ in range(2))
     a @ b

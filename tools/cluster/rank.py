@@ -141,7 +141,7 @@ def run_rank(settings: CheckSettings, place: RankPlace) -> int:
 
 
 class CheckThread(threading.Thread):
-    """Connects to the other ranks and runs the phases one by one. Adds results to `figures` (JSON) at once, before a later one may fail."""
+    """Connects to the other ranks and runs the phases one by one. Adds results to `figures` (JSON) at once, as a later phase may fail."""
 
     def __init__(
         self, settings: CheckSettings, place: RankPlace, store: dist.Store, control: Control, host: str

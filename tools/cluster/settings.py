@@ -60,7 +60,7 @@ class CheckSettings(argparse.Namespace):
 
     @staticmethod
     def parse(argv: Sequence[str]) -> CheckSettings:
-        """Raises ValueError. On --help and on unknown flags argparse exits (codes 0 and 2)."""
+        """Reads the flags. Raises ValueError. On --help and on unknown flags argparse exits (codes 0 and 2)."""
         about = "Checks and times every collective and link between the ranks of a cluster, and names slow and faulty ranks and links."
         parser = argparse.ArgumentParser(
             prog="check_cluster.py",

@@ -48,7 +48,7 @@ def silent(names: Names, seen: Mapping[int, str], waited_s: float) -> list[Findi
 
 
 def failed(names: Names, troubles: Mapping[int, str], silent_ranks: Collection[int]) -> list[Finding]:
-    """Returns a finding per error. With silent ranks none: they cause errors at other ranks."""
+    """Returns a finding per error; none if ranks are silent, since these cause errors at other ranks."""
     if silent_ranks:
         return []
     by_text: dict[str, list[int]] = {}
@@ -153,7 +153,7 @@ def culprits(names: Names, links: Iterable[Link], bad: Iterable[Link]) -> list[t
     """Returns a small set of culprits that explains all bad links: (ranks, their bad links, name).
 
     Greedy: a host or rank is a culprit if most of its links are bad, in both directions or in one. The worst is taken first; its links are
-    removed, as they say nothing about their other ends. The remaining bad links are reported one by one.
+    removed, as they say nothing about their other ends. The remaining bad links are reported by pair of hosts, or of ranks of one host.
     """
     everyone, left, still_bad = range(len(names.hosts)), set(links), set(bad)
     groups = [{rank} for rank in everyone]

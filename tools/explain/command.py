@@ -107,7 +107,8 @@ def requested_ranks(config: ParallelismConfig) -> int:
 
 
 def fault_tolerance(config: RunConfig, job: ExplainedJob) -> ExtraMemory:
-    """Raises ValueError: the number of replica groups is not in the environment, or the process group is for a different device."""
+    """Returns the memory that fault tolerance takes, as a function of a rank. Raises ValueError: the number of replica groups is not in the
+    environment, or the process group is for a different device."""
     settings = config.fault_tolerance
     slots = Environment.read(os.environ).slots_per_step(settings) if settings.deterministic_reduce else 0
     in_child = settings.process_group_kind(gradient_device_type(config, job.device_type)).startswith("baby")

@@ -81,7 +81,7 @@ class Resident:
 
 @dataclass
 class Segment:
-    """Part of a step between two profiler labels. `change`, `peak`: bytes without those of gradients, and with them."""
+    """Part of a step between two profiler labels. `change`, `peak`: bytes, first without those of gradients, then with them."""
 
     label: str = ""
     change: tuple[int, ...] = (0, 0)  # from the start of the segment to its end
