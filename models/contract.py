@@ -121,7 +121,7 @@ class Model(nn.Module):
             )
 
     def tie_weights(self) -> None:
-        """Gives the head the embedding's parameter, if `tied`: in __init__, and after each module's parameters have been replaced."""
+        """Gives the head the embedding's parameter, if `tied`. Called in __init__, and whenever modules' parameters were replaced."""
         if self.tied and self.output is not None and self.tok_embeddings is not None:
             self.output.weight = cast(nn.Parameter, self.tok_embeddings.weight)
 
