@@ -112,7 +112,7 @@ class CheckpointConfig:
 
     @property
     def local_folder(self) -> str:
-        """Folder of the checkpoints inside the run's folder, also if `folder` is a URL."""
+        """Folder of the checkpoints, relative to the run's folder unless absolute; of the local copies if `folder` is a URL."""
         return "checkpoint" if is_url(self.folder) else os.path.expanduser(self.folder)  # noqa: PTH111 (see run_folder)
 
     def location(self, run_folder: Path) -> str:

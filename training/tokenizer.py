@@ -18,7 +18,7 @@ EOS_NAMES = ("<|end_of_text|>", "</s>", "<eos>", "<|endoftext|>", "<|end▁of▁
 
 
 class ByteTokenizer:
-    """Vocabulary of 256 bytes, BOS, EOS and PAD: one token is one byte, so nats per token are nats per byte."""
+    """Vocabulary of 256 bytes, BOS, EOS and PAD: a token is one byte (BOS and EOS: none), so nats per token are almost nats per byte."""
 
     bos_id, eos_id, pad_id = 256, 257, 258
     vocab_size = 259
