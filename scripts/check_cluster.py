@@ -6,7 +6,7 @@
 
 Flow: this file (forks the ranks unless a launcher started them) -> tools/cluster/rank.py (one rank, phase by phase) ->
 cluster/measurements.py -> cluster/verdicts.py (finds faulty and slow ranks) -> cluster/report.py.
-Exit code: 0 no findings; 1 findings, each with rank and host; 2 bad input.
+Exit code: 0 no findings; 1 findings, each with rank and host; 2 bad input; 130 interrupted.
 """
 
 from __future__ import annotations
