@@ -59,7 +59,7 @@ class Published:
     config: Config  # [model], without tokenizer_path
     dtype: str  # "bfloat16", ...; "": not given
     max_positions: int  # 0: not given
-    unknown: tuple[str, ...]  # keys with a value that this Format neither reads nor ignores knowingly
+    unknown: tuple[str, ...]  # keys with a value that are in none of Format's tables
 
 
 class Format:
