@@ -26,9 +26,8 @@ How does a resumed run find its next samples on another number of ranks? A check
     -> ft/protocol/step.py:Ledger.assign, training/data/loader.py:SlotPartition.tasks, configs/saved.py:check_saved
 How is a checkpoint whole or absent? All ranks fsync their files in step-N.partial and report to rank 0 (with groups: of the writer
     group), which renames the folder if no rank reports an error; otherwise it removes the folder, and all raise CheckpointFailed, which
-    Saver logs; it tries again after 30 s. A rank
-    that dies ends the others, exit code 1; the last checkpoint stays, and the next launch, with groups the next save, removes
-    step-N.partial*.
+    Saver logs; it tries again after 30 s. A rank that dies ends the others, exit code 1; the last checkpoint stays, and the next launch,
+    with groups the next save, removes step-N.partial*.
     -> training/saver.py:Saver.save_due, training/checkpoint.py:Checkpointer.overdue, training/checkpoint_load.py:CheckpointLoader,
     training/checkpoint.py:Checkpointer._finish_save, training/rank_collectives.py:RankCollectives,
     training/checkpoint_files.py:publish, training/writer_lease.py:WriterLease

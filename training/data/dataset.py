@@ -147,7 +147,7 @@ class _OrderedData(_Data, ABC):
         super().__init__(config, tokenizer, validation_stores)
         # empty, so that `segments` is [_own], until a state is loaded or `continue_segments` begins one
         self._segments = list[DataSegment]()
-        self._loads_old_format = False  # True: the loaded state is of a version without segments
+        self._predates_segments = False  # True: the loaded state is of a version without segments
         self._order: SegmentedOrder | None = None
         self._loader: BatchLoader | None = None
 
@@ -184,8 +184,8 @@ class _OrderedData(_Data, ABC):
         return {"digest": json.dumps([asdict(segment) for segment in self.segments])}
 
     def load_state_dict(self, state: dict[str, str]) -> None:
-        self._loads_old_format = not state["digest"].startswith("[")
-        if self._loads_old_format:
+        self._predates_segments = not state["digest"].startswith("[")
+        if self._predates_segments:
             segments = [replace(self._own, digest=state["digest"])]
         else:
             segments = [DataSegment(**segment) for segment in json.loads(state["digest"])]
@@ -196,7 +196,7 @@ class _OrderedData(_Data, ABC):
     def continue_segments(self, position: int, holes: Sequence[int], changed: Collection[str], sequences: int) -> str:
         # `position` is 0 if a checkpoint was loaded without its ledger: the later segments of its data are not of this run
         own, before, text = self._own, [each for each in self.segments if each.first <= position], ""
-        if self._loads_old_format and (
+        if self._predates_segments and (
             keys := [key for key in changed if key.removeprefix("training.") in own.settings]
         ):
             raise ValueError(
