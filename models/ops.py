@@ -18,7 +18,7 @@ from torch.nn.attention import flex_attention as flex
 
 from models import cpu_kernels
 
-PLAIN: set[type] = {Tensor, nn.Parameter}  # tensor types computed in blocks; --explain adds its own
+BLOCKWISE_TYPES: set[type] = {Tensor, nn.Parameter}  # tensor types computed in blocks; --explain adds its own
 _BLOCKS_UP_TO = 1024  # tokens; for more, torch's attention on a CPU is as fast, unless it needs a mask
 
 
@@ -82,7 +82,7 @@ def document_attention(q: Tensor, k: Tensor, v: Tensor, document_starts: Tensor)
     queries, keys = torch.arange(s - t, s, device=q.device), torch.arange(s, device=q.device)
     if q.device.type != "cpu":
         return flex_attention(q, k, v, document_starts, queries, keys)
-    mask = _sees(document_starts, queries, keys)
+    mask = _document_mask(document_starts, queries, keys)
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=q.shape[1] != k.shape[1])
 
 
@@ -99,12 +99,12 @@ def attention_to_part(
     else:
         k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
         scores = (q @ k.mT).float() * q.shape[-1] ** -0.5  # [B, H, T, S]
-        scores = scores.where(_sees(document_starts, queries, keys), torch.finfo(scores.dtype).min)
+        scores = scores.where(_document_mask(document_starts, queries, keys), torch.finfo(scores.dtype).min)
         out, log_sum = scores.softmax(-1).to(v.dtype) @ v, scores.logsumexp(-1)
     return out.transpose(1, 2), log_sum.transpose(1, 2)
 
 
-def _sees(document_starts: Tensor, queries: Tensor, keys: Tensor) -> Tensor:
+def _document_mask(document_starts: Tensor, queries: Tensor, keys: Tensor) -> Tensor:
     """Returns the mask [B, 1, T, S] of document_starts [B, T] and positions [T] and [S]."""
     seen = (keys <= queries[:, None]) & (keys >= document_starts[..., None])  # [B, T, S]
     return seen.unsqueeze(1)
@@ -185,4 +185,4 @@ def host_sizes(sizes: Tensor, total: int) -> list[list[int]]:
 
 def _in_blocks(x: Tensor) -> bool:
     """Returns True for plain CPU tensors in eager mode (DTensors support only torch's operations)."""
-    return not torch.compiler.is_compiling() and x.device.type == "cpu" and type(x) in PLAIN
+    return not torch.compiler.is_compiling() and x.device.type == "cpu" and type(x) in BLOCKWISE_TYPES

@@ -190,7 +190,7 @@ def process_group(config: CommConfig) -> Iterator[World]:
         store.set_timeout(timeout)
         store = launch_store(store, global_rank=global_rank, world_size=world_size, timeout_s=limit_s)
     backend = config.backend if config.backend != "auto" else device.traits.backend
-    join(backend, store, global_rank=global_rank, world_size=world_size, timeout=timeout)
+    init_default_group(backend, store, global_rank=global_rank, world_size=world_size, timeout=timeout)
     try:
         store = dist.PrefixStore("pharos", store)
         yield World(global_rank, world_size, device, store, store.clone())  # type: ignore[attr-defined]
@@ -198,7 +198,9 @@ def process_group(config: CommConfig) -> Iterator[World]:
         dist.destroy_process_group()
 
 
-def join(backend: str, store: dist.Store, *, global_rank: int, world_size: int, timeout: timedelta) -> None:
+def init_default_group(
+    backend: str, store: dist.Store, *, global_rank: int, world_size: int, timeout: timedelta
+) -> None:
     """Creates the default process group. MPI has its own rendezvous and uses no store."""
     if backend == "mpi":
         dist.init_process_group("mpi", timeout=timeout)

@@ -51,9 +51,9 @@ if TYPE_CHECKING:
 POLL_S = 0.1
 LIGHTHOUSE_STOP_S = 5.0  # for the lighthouse to end, when the groups have
 ANY_PORT = "127.0.0.1:0"  # reachable only from this machine
-OPEN = "--open"  # opens the dashboard in a browser
-CHECK = "--check"  # only checks the settings, for run_replicas.sh before it installs the lighthouse
-SHARED = "SHARE_GPUS"  # 1: groups may share GPUs; slow, for trials
+OPEN_FLAG = "--open"  # opens the dashboard in a browser
+CHECK_FLAG = "--check"  # only checks the settings, for run_replicas.sh before it installs the lighthouse
+SHARE_GPUS = "SHARE_GPUS"  # 1: groups may share GPUs; slow, for trials
 ENABLED = "--fault_tolerance.enable=true"
 
 
@@ -84,7 +84,7 @@ class ReplicaSupervisor:
         command, own = [sys.executable, str(ROOT / "scripts" / "launch.py"), *argv], {**env, "REPLICA_GROUP_ID": name}
         if devices:
             own["CUDA_VISIBLE_DEVICES"] = ",".join(devices)
-            if os.environ.get(SHARED) == "1":
+            if os.environ.get(SHARE_GPUS) == "1":
                 own["NCCL_HOSTID"] = os.environ.get("NCCL_HOSTID", f"pharos-{name}")
         return ReplicaSupervisor(name, command, own, folder / f"{name}.log", restarts)
 
@@ -128,8 +128,8 @@ class ReplicaSupervisor:
             self.code = 1 if code < 0 else code
             if too_often and self.restarts:
                 how += f"; {self.restarts} restarts within {RESTARTS_WITHIN_S / 3600:g} h, MAX_RESTARTS reached"
-            told = not self.restarts and code == STOPPED_EARLY  # and its own log says so
-            return "" if code == 0 or told else f"group {self.name} failed and is not restarted ({how})"
+            said_stopped = not self.restarts and code == STOPPED_EARLY  # and its own log says so
+            return "" if code == 0 or said_stopped else f"group {self.name} failed and is not restarted ({how})"
         self.restarted_at_s.append(now_s)
         self.restart_at_s = now_s + restart_delay_s(self.short_runs)
         return f"group {self.name} died ({how})"
@@ -231,13 +231,13 @@ def collect_signals(*numbers: signal.Signals) -> list[tuple[int, float]]:
 
 def main(argv: list[str]) -> int:
     try:
-        number, rest = read_groups([word for word in argv if word not in (OPEN, CHECK)])
+        number, rest = read_groups([word for word in argv if word not in (OPEN_FLAG, CHECK_FLAG)])
         if whole(os.environ, "NNODES", least=1, default=1) > 1:
             raise ValueError(f"NNODES={os.environ['NNODES']}: this script runs all groups on this machine; unset it")
         rest = enabled(rest)
         devices = devices_of_groups(number)
         config, restarts, grace_s = prepare(rest, number, ranks=len(devices[0]) or None)
-        if CHECK in argv:
+        if CHECK_FLAG in argv:
             return 0
         lock = lock_groups(config.run_folder / "groups")
     except ValueError as error:
@@ -250,7 +250,7 @@ def main(argv: list[str]) -> int:
         ranks = len(devices[0]) or LaunchSettings.read(os.environ).nproc or 1
         try:
             env = environment(config.run_folder, number, ranks)
-            lighthouse = LighthouseSupervisor(config, env, opens=OPEN in argv)
+            lighthouse = LighthouseSupervisor(config, env, opens=OPEN_FLAG in argv)
         except (OSError, RuntimeError) as error:
             say(str(error))
             return 1
@@ -360,7 +360,7 @@ def devices_of_groups(groups: int) -> list[list[str]]:
     import torch
 
     visible = visible_devices(os.environ, torch.cuda.device_count() if torch.cuda.is_available() else 0)
-    return assign_devices(visible, groups, LaunchSettings.read(os.environ).nproc, os.environ.get(SHARED) == "1")
+    return assign_devices(visible, groups, LaunchSettings.read(os.environ).nproc, os.environ.get(SHARE_GPUS) == "1")
 
 
 def visible_devices(env: Mapping[str, str], count: int) -> list[str]:
@@ -380,7 +380,7 @@ def assign_devices(visible: Sequence[str], groups: int, nproc: int | None, share
     if each * groups > len(visible) and not shared:
         raise ValueError(
             f"--groups {groups}: with {each} GPU{'s' * (each > 1)} each, more than the {len(visible)} that are visible here; nearest: "
-            f"--groups {len(visible) // each}; {SHARED}=1 lets groups share them"
+            f"--groups {len(visible) // each}; {SHARE_GPUS}=1 lets groups share them"
         )
     return [[visible[(group * each + rank) % len(visible)] for rank in range(each)] for group in range(groups)]
 

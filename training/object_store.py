@@ -39,7 +39,7 @@ from training.progress import Clock, duration
 from training.writer_lease import FETCH, WriterLease
 
 RETRY_S = 30.0  # from a failed upload to its retry
-FETCHES = 8  # segments of a checkpoint that are fetched at once; each takes twice its size of memory
+FETCH_THREADS = 8  # segments of a checkpoint that are fetched at once; each takes twice its size of memory
 SLOW_S = 10.0  # a longer upload is reported when the next checkpoint waits for it
 # scheme -> package, extra of pyproject.toml. memory:// lasts as long as the process, for tests
 DRIVERS = {"s3": ("s3fs", "s3"), "gs": ("gcsfs", "gcs"), "memory": ("fsspec", "s3")}
@@ -208,7 +208,7 @@ class ObjectStore:
                     raise Damaged(f"{object_name(file)}: {found}, {file.size_bytes:,} bytes were put")
                 with (partial / file.name).open("ab") as copy:
                     copy.truncate(file.size_bytes)
-            with ThreadPoolExecutor(FETCHES, thread_name_prefix="checkpoint-fetch") as pool:
+            with ThreadPoolExecutor(FETCH_THREADS, thread_name_prefix="checkpoint-fetch") as pool:
                 # an exception here cancels the rest
                 for count in pool.map(fetch_segment, checkpoint_files.segments(manifest)):
                     on_bytes(count)

@@ -76,7 +76,7 @@ def import_folder(folder: Path, out: Path, *, config_file: Path, tokenizer: str 
     if any(name.endswith(format.derived) for name in source.weights.found):
         log.info("import    *%s is not read: it is computed from rope_theta", format.derived)
     if published.unknown:
-        cause = f"unknown for {format.architecture}, here and in transformers; ignored"
+        cause = f"not used for {format.architecture}; ignored"
         log.warning("%s: %s: %s", folder / "config.json", cause, ", ".join(published.unknown))
     # On the meta device, for shapes and dtypes. The model is not built, since its initialization would import torch's compiler
     tensors = {entry.ours: torch.empty(entry.shape, dtype=source.dtype, device="meta") for entry in source.entries}

@@ -228,7 +228,7 @@ def test_frequencies_in_old_files_and_keys_that_nobody_knows_are_told(
     assert run("import", "source", "out") == 0
     said = capsys.readouterr().out
     assert "rotary_emb.inv_freq is not read: it is computed from rope_theta" in said
-    assert "source/config.json: unknown for LlamaForCausalLM, here and in transformers; ignored: unsloth_fixed" in said
+    assert "source/config.json: not used for LlamaForCausalLM; ignored: unsloth_fixed" in said
 
 
 def test_export_refuses_what_it_cannot_publish(capsys: pytest.CaptureFixture[str]):

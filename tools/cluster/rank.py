@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
 from parallelisms.device import DEVICE_TRAITS, pick_device
-from parallelisms.distributed import join, launch_store, open_store
+from parallelisms.distributed import init_default_group, launch_store, open_store
 from scripts.launch import cores_here
 from tools.cluster import measurements, verdicts
 from tools.cluster.measurements import CHECKS, Communicator, operations, seconds, wrong
@@ -197,7 +197,9 @@ class CheckThread(threading.Thread):
         device = pick_device(self.place.local_rank, keep_memory=False)
         backend = device.traits.backend if self.settings.backend == "auto" else self.settings.backend
         store, rank, size = dist.PrefixStore("group", self._connection), self.place.rank, self.place.world_size
-        join(backend, store, global_rank=rank, world_size=size, timeout=timedelta(seconds=self.settings.op_s))
+        init_default_group(
+            backend, store, global_rank=rank, world_size=size, timeout=timedelta(seconds=self.settings.op_s)
+        )
         self.comm = Communicator(tuple(range(size)), rank, device.torch_device)
         self.figures |= {"device": device.name, "backend": backend}
 

@@ -124,7 +124,9 @@ def fake_rank(*, global_rank: int, world_size: int, device_type: DeviceType) -> 
             ]
         else:
             patches = [
-                mock.patch.object(ops, "PLAIN", {*ops.PLAIN, FakeTensor}),  # fake tensors take the blockwise path, too
+                mock.patch.object(
+                    ops, "BLOCKWISE_TYPES", {*ops.BLOCKWISE_TYPES, FakeTensor}
+                ),  # fake tensors take the blockwise path, too
                 mock.patch.object(ops.cpu_kernels, "first_keys", one_document),
             ]
         with patches[0], patches[1], mock.patch.object(ops, "host_sizes", even_sizes):

@@ -404,27 +404,27 @@ class SegmentedOrder:
 
     def find(self, position: int) -> tuple[Order, int, int]:
         """Returns the order of one source that has the position, the number of that source, and the number of the sequence in it."""
-        order, index = self._find(position)
+        order, index = self._segment_of(position)
         if not isinstance(order, Mixture):
             return order, 0, index
         source, index = order.find(index)
         return order.sources[source].order, source, index
 
     def sequence(self, position: int) -> np.ndarray:
-        order, index = self._find(position)
+        order, index = self._segment_of(position)
         tokens, length = order.sequence(index), self.seq_len + 1
         if len(tokens) < length:
             tokens = np.pad(tokens, (0, length - len(tokens)), constant_values=NO_TOKEN)
         return tokens[:length]
 
     def document_starts(self, position: int) -> np.ndarray:
-        order, index = self._find(position)
+        order, index = self._segment_of(position)
         starts, length = order.document_starts(index), self.seq_len + 1
         if len(starts) < length:  # what fills a sequence up is a document by itself
             starts = np.pad(starts, (0, length - len(starts)), constant_values=len(starts))
         return starts[:length]
 
-    def _find(self, position: int) -> tuple[Order, int]:
+    def _segment_of(self, position: int) -> tuple[Order, int]:
         first, order = self._segments[bisect_right(self._segments, position, key=lambda segment: segment[0]) - 1]
         assert order is not None, f"position {position} is of an earlier segment of the data, which cannot be opened"
         return order, position - first
