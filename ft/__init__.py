@@ -5,8 +5,8 @@ Reading order: seam.py, start.py, manager.py with protocol/step.py, gradients.py
 healing/transport.py, membership.py; protocol/ and rpc/ state their own. docs/glossary.md explains terms such as holder, tail and void.
 
 Where is a gradient reduced? In the last backward, on the thread that runs it (on a GPU autograd's, on a CPU the trainer's), by the
-    parameter's hook: with FSDP2 after the reduce-scatter, on the shard, between the same ranks of all groups. What is left, and all of it
-    while the process group still forms, is launched on the trainer's thread, with the tail.
+    parameter's hook: with FSDP2 after the reduce-scatter, on the shard, between the same ranks of all groups. The rest (everything, while
+    the process group still forms) is launched on the trainer's thread, with the tail.
     -> gradients.py:Gradients._on_gradient, gradients.py:Gradients.launch_remaining, manager.py:Manager._launch
 Who decides a commit (should_commit)? Each group for itself: the worst vote of its ranks wins. Groups do not vote with each other: a
     complete sum, whose tail says that no group needs a retry, is the same in all of them.
@@ -14,19 +14,19 @@ Who decides a commit (should_commit)? Each group for itself: the worst vote of i
 A death between vote and commit? Groups whose sums are complete commit the dead group's contribution, too. The others vote "failed", and
     heal from these in the next quorum. A step that only the dead group had committed is repeated.
     -> protocol/rules.py:reference_state, protocol/group.py:GroupMachine._decide, protocol/group.py:recover_src_replica_ranks
-How does a joiner know that bytes are right? By a digest of each chunk, the layout, and a token that the offer was valid to the end; its
-    step, commit_quorum_id and commit_id must be those of the quorum's reference state. Over HTTP a second source is used only if all its
-    digests are equal, else an error is logged. With digest_interval later steps compare weights.
+How does a joiner know that bytes are right? By a digest of each chunk, the layout, and a token that proves the offer valid to the end; the
+    state's step, commit_quorum_id and commit_id must be those of the quorum's reference state. Over HTTP a second source is used only if
+    all its digests equal the first's, else an error is logged. With digest_interval later steps compare weights.
     -> healing/format.py:chunk_digest, healing/http_transport.py:SourceConnection.read_validity_token,
     healing/http_transport.py:HttpFetch._compare, protocol/step.py:StepMachine._on_heal_ended
 The lighthouse restarts? Steps go on (with quorum = "every_step" they wait), requests repeat, commits wait after takeover_s / 2 of
-    silence. It continues from its state file with larger quorum ids; without it, from the newest quorum that members report. If a request
-    comes before any report, and --recover is not given, the job begins anew, until members report it while no step of the new one is
-    settled.
+    silence. It continues from its state file with larger quorum ids; without that file, from the newest quorum that members report. If a
+    request comes before any report, and --recover is not given, the job begins anew, and gives way to the former one if members report that
+    before a new step is settled.
     -> rpc/state_file.py:reserved, protocol/lighthouse.py:LighthouseMachine._adopt,
     protocol/lighthouse.py:LighthouseMachine._gives_way_to, protocol/group.py:GroupMachine._lighthouse_is_silent
 A second process of a live name? It is refused while the first was heard of in the last 2.5 s, retries for twice heartbeat_timeout_s,
-    then raises BadInput. If the first is silent, the second takes the name, and the first is lost: it asks again until the name is free.
+    then raises BadInput. If the first is silent, the second takes the name, and the first, now lost, asks again until the name is free.
     -> protocol/lighthouse.py:LighthouseMachine._take_name, rpc/clients.py:GroupClient.ask_quorum, protocol/group.py:GroupMachine._refused
 Which timeouts exist? Seven settings of [fault_tolerance], described in Timeouts; docs/operating.md (Timeouts) says what shorter and
     longer ones cause. Also the lighthouse's --join_timeout_ms, ManagerOptions.quorum_s, TORCHFT_CONNECT_TIMEOUT_SEC and, for ft.Manager,

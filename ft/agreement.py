@@ -2,7 +2,7 @@
 server and broadcasts whether the outcome is a yes, from which each rank builds its own Outcome. A rank whose sums failed votes at the
 server first, which interrupts those that still wait for their sums.
 
-If that does not give a yes, each rank votes at the server by itself, so no rank is stuck in a collective while the commit is delayed.
+Without a joint yes each rank votes at the server by itself, so no rank is stuck in a collective while the commit is delayed.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ log = logging.getLogger("pharos.manager")
 
 
 class Agreement:
-    """Commit votes of one replica group. `process_group`: a gloo one of all its ranks, in the order of group_rank, used for nothing else.
+    """Commit votes of one replica group. `process_group`: a gloo group of all its ranks, in the order of group_rank, used for nothing else.
     All ranks make the same calls. The process group's timeout must exceed every wait for other replica groups:
-    a rank waits here while others do so."""
+    a rank waits here while others of its group wait for those."""
 
     joint_vote_s = 2.0  # timeout of rank 0's vote for all ranks, which wait in the broadcast meanwhile
 

@@ -29,7 +29,7 @@ BUCKET_BYTES = 25 << 20  # most bytes of a bucket of several gradients
 LAST_BUCKET_GRADIENT_BYTES = 64 << 10  # most bytes of a gradient in the tail's bucket
 LAST_BUCKET_BYTES = 1 << 20  # most bytes of all gradients in it
 QUANTIZED_GRADIENT_BYTES = 4 << 10  # in place of LAST_BUCKET_GRADIENT_BYTES where all other buckets are quantized
-IN_PLACE_BYTES = 1 << 20  # fewest bytes of a gradient that is reduced in place: a message costs more than its copy
+IN_PLACE_BYTES = 1 << 20  # fewest bytes of a gradient reduced in place: a smaller one's message costs more than a copy
 KEPT_SETS = 2  # buffer sets that are kept; more exist while an abandoned process group or held sums use one
 
 BufferKind = tuple[torch.dtype, torch.device]

@@ -27,7 +27,7 @@ def unsignalled() -> Iterator[None]:
 
 
 def die_with(parent: int) -> None:
-    """Makes Linux kill this child when the thread that started it ends; exits if that has happened. `parent`: its process ID (pid)."""
+    """Makes Linux kill this child when the thread that started it ends; exits if it has ended already. `parent`: its process ID (pid)."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG of prctl(2)
     if os.getppid() != parent:

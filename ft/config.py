@@ -22,7 +22,7 @@ MAX_SLOTS = 1 << 13
 @dataclass(frozen=True)
 class Schedule:
     """Schedule of semi-synchronous training (semi_sync.py). `sync_steps`: optimizer steps between two reductions of one fragment. `delay`:
-    steps that a fragment's all-reduce may overlap. `alpha`: weight of the local parameters when its result is applied."""
+    steps that a fragment's all-reduce may overlap. `alpha`: weight of the local parameters when the reduced ones are applied."""
 
     sync_steps: int
     fragments: int = 1
@@ -327,7 +327,7 @@ class Environment:
     local_rank: int = _variable("LOCAL_RANK", _whole(0), 0)
     master_addr: str = _variable("MASTER_ADDR", str, "")  # address of the group's own store
     master_port: int | None = _variable("MASTER_PORT", _whole(0, 65535))
-    # Restarts of this node's ranks by torchelastic so far, without those because of another node; torchelastic's store outlives all.
+    # Restarts of this node's ranks by torchelastic so far, without those because of another node; torchelastic's store outlives them.
     restart_count: int = _variable("TORCHELASTIC_RESTART_COUNT", _whole(0), 0)
 
     # torchft's variables: they override arguments of ft.Manager, except for manager_port.

@@ -32,8 +32,8 @@ def device_thread(target: Callable[..., object], *args: Any, name: str, device: 
 
 
 def future_devices(value: object) -> list[int | str | torch.device]:
-    """Returns the devices of a future that may have `value`, or tensors on this thread's current device, so that who waits for it waits
-    on a stream; empty without CUDA. No others: a callback takes a stream of each, which creates a context there, in other ranks' memory."""
+    """Returns the devices of a future that may have `value`, or tensors on this thread's current device, so that waiting for it waits on a
+    stream; empty without CUDA. No others: a callback takes a stream of each, which creates a context there, in other ranks' memory."""
     if not torch.cuda.is_initialized():
         return []
     found = [leaf.device for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor) and leaf.is_cuda]

@@ -1,8 +1,8 @@
 """Digest of a rank's weights and buffers, by which groups compare them (protocol/compare.py): a few numbers that change with any bit.
 
 A block's digest is the sum of its 64-bit integers; a tensor's is the sum of its blocks' digests, each multiplied by a different odd number;
-all modulo 2**64, so the order in which a device adds makes no difference. A change of one integer always changes the digest; several
-changes may cancel. It guards against errors of memory and arithmetic, not against attacks.
+all modulo 2**64, so the order in which a device adds makes no difference. A change of one integer always changes the tensor's digest;
+several changes may cancel. It guards against errors of memory and arithmetic, not against attacks.
 
 healing/format.py has a digest of its own, by numpy, for bytes in host memory. This one runs where the weights are, twice as fast on a CPU.
 """

@@ -418,8 +418,9 @@ class Gradients:
 
         Each group calls it for the same tensors in the same order, before or after the last backward. `repeat`: False if the user copies
         the result, where a retry would not write; then `can_repeat` is False. `quantized`: in int8; `feedback` then receives the rounding
-        error when the result is delivered. Raises ValueError for the mean of integers and for a tensor with
-        overlapping memory, RuntimeError outside an attempt, after launch_remaining, during the last backward, or with separate slots."""
+        error when the result is delivered. Raises ValueError for the mean of integers, for `quantized` with other than real floating-point
+        numbers, and for a tensor with overlapping memory; RuntimeError outside an attempt, after launch_remaining, during the last
+        backward, or with separate slots."""
         if self._per_slot:
             raise RuntimeError("fault_tolerance.deterministic_reduce = true: supports only gradients, no other tensors")
         with self._lock:

@@ -26,8 +26,8 @@ log = logging.getLogger("pharos.healing")
 
 class Healer:
     """Offers and fetches of one rank. `on_event` receives HealEnded; before it `on_cannot_heal` receives the reason if no retry would help:
-    no source has our layout, or can send its state. Both are called in the fetch thread; or in the trainer's, inside `fetch`, if this
-    rank's own state has values that cannot be sent, so that it has no layout to compare. For the trainer's thread, except for
+    no source has this rank's layout, or can send its state. Both are called in the fetch thread; or in the trainer's, inside `fetch`, if
+    this rank's own state has values that cannot be sent, so that it has no layout to compare. For the trainer's thread, except for
     `end_offer`."""
 
     address_s = 5.0  # timeout of the request for a source's address
@@ -86,7 +86,7 @@ class Healer:
             log.error("no group can heal from this one, as its state cannot be sent: %s", error)
 
     def end_offer(self, quorum_id: int, reason: str) -> None:
-        """Ends the offer of that quorum: its joiners are lost, or heal again in the next one. A commit that waits for one continues."""
+        """Ends the offer of that quorum: its joiners are lost, or heal again in the next one. A commit that waits for them continues."""
         self._ended_quorum = max(self._ended_quorum, quorum_id)
         self.transport.end_offer(quorum_id, reason)
 

@@ -215,7 +215,7 @@ class Manager:
     def _start(
         self, undo: ExitStack, transport: Transport | None, connect: Callable[[str, int, Access], GroupClient]
     ) -> None:
-        """Opens what the group's other ranks and other groups reach, and starts the threads. `undo`: closes it again."""
+        """Opens the prober, the transport and the connection to the server, and starts the threads. `undo`: receives what closes them."""
         config, process_group = self._config, self.process_group
         self._prober = Prober(config.host, PROBE_FRACTION * config.times.heartbeat_timeout_s)
         undo.callback(self._prober.close)
@@ -259,7 +259,7 @@ class Manager:
             self._parts.append(part)
 
     def last_backward(self, slot: int | None = None) -> AbstractContextManager[None]:
-        """Wraps the last backward of a slot (None: the only one): gradients are sent as they become complete, else all in `reduce`."""
+        """Wraps the last backward of a slot (None: the only one): in it gradients are sent once complete, without it in `reduce`."""
         if slot is None or self._assignment is None:
             return self.gradients.last_backward()
         if self._options.deterministic_reduce:
@@ -315,8 +315,8 @@ class Manager:
                 self._feed(m.ReduceFailed(self.quorum.quorum_id, effect.attempt, effect.step, failure))
             if isinstance(effect, m.Compute):
                 if self.quorum.recover_dst_replica_ranks and self.healer.transport.is_fully_sent:
-                    # So the healed groups get slots in the next step. They cannot announce this change themselves before the tail of that
-                    # one: they launched this step's zeros when they had no state.
+                    # With this change the healed groups get slots in the next step. They themselves can announce it only in that step's
+                    # tail, as they launched this step's zeros when they had no state.
                     why = "the groups that heal from this one have received the state"
                     self._feed(m.ChangeAnnounced(self.quorum.quorum_id, why))
                 self._feed(m.Computed(tuple(tokens_per_slot), loss_sum, able, kept))
@@ -475,7 +475,7 @@ class Manager:
             self._feed(m.Tick())
 
     def _left_after_commit(self) -> bool:
-        """Returns True if a different rank of this group has left after a commit that is queued here: it had its outcome earlier."""
+        """Returns True if a different rank of this group has left after a commit that is queued here: that rank had the outcome earlier."""
         with self._news:
             commits = any(isinstance(effect, m.CommitStep) for effect in self._effects)
         return commits and isinstance(self._error, GroupEnded) and str(self._error).startswith(HAS_LEFT)
@@ -644,7 +644,7 @@ class Manager:
             if error.mismatched:
                 self._exclude_mismatched(quorum, {quorum.members[rank] for rank in error.mismatched}, str(error))
                 return m.Configured(quorum.quorum_id, ok=False, reason=str(error))
-            known = not set(quorum.members).isdisjoint(self._prober.unreachable)  # else all members are probed
+            known = not set(quorum.members).isdisjoint(self._prober.unreachable)  # if so, no probe is awaited
             self._prober.probe(enough=lambda: known or self._interrupted_quorum >= quorum.quorum_id)
             return m.Configured(quorum.quorum_id, ok=False, reason=str(error))
         self._has_formed = True
@@ -665,9 +665,9 @@ class Manager:
             )
 
     def _on_cannot_heal(self, why: str) -> None:
-        """Called in the fetch thread if no source can send its state, or all have one of a different layout than this rank's; in the
-        trainer's thread if this rank's own state cannot be sent. Raises BadInput in the trainer's thread, unless this rank has committed a
-        step: a newcomer, too, has formed a generation before it heals."""
+        """Called in the fetch thread if no source can send its state, or all sources' states have a different layout from this rank's; in
+        the trainer's thread if this rank's own state cannot be sent. Raises BadInput in the trainer's thread, unless this rank has
+        committed a step (to have formed a generation is not enough: a newcomer forms one before it heals)."""
         if self._has_committed:
             log.error("%s: this group waits until it can receive the state of the others", why)
         else:
@@ -680,7 +680,7 @@ class Manager:
         heal = HealConfig(heal_copy_bytes=options.heal_copy_bytes, heal_grace_s=config.times.heal_grace_s)
         if options.heal_transport == "http":
             return HttpTransport(config.host, self.replica_id, config.access, heal)
-        # gloo, whatever reduces the gradients: the transport sends host memory; a silent peer is given up as one over HTTP is
+        # gloo, whatever reduces the gradients: the transport sends host memory; a silent peer is given up after heal_grace_s, as over HTTP
         make = partial(ProcessGroupGloo, heal.heal_grace_s, rendezvous_s=config.times.rendezvous_s)
         return PgTransport(make, config.host, self.replica_id, heal)
 

@@ -1,4 +1,4 @@
-"""Start-up of one replica group: rank 0 starts the group server, a child process, and a store for rendezvous with other groups. It writes
+"""Start-up of one replica group: rank 0 starts the group server, a child process, and a store for rendezvous with other groups, and writes
 the server's address to the group's own store. Keys contain `restart_count`, for stores that outlive a restart of the ranks.
 """
 

@@ -52,7 +52,7 @@ class CollectiveQueue:
     """Runs an attempt's reductions on a process group that has formed, one after the other in a thread: a quantized one has two exchanges,
     and all ranks must start all exchanges in the same order. So an attempt that uses a queue sends everything through it.
 
-    A wait ends no later than one on the process group: to abandon that ends the works, too. `shared`: a child maps the messages."""
+    A wait ends no later than one on the process group: abandoning the group ends the works, too. `shared`: a child maps the messages."""
 
     def __init__(self, process_group: dist.ProcessGroup, *, shared: bool = False) -> None:
         self._process_group, self._shared = process_group, shared

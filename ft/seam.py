@@ -146,8 +146,8 @@ class Seam(Protocol):
 
     @property
     def loaded_ledger(self) -> Mapping[str, Any]:
-        """Ledger (Ledger.state_dict) of the checkpoint that was loaded last, to be read right after; if there was none, without keys
-        or, of a SoloManager, the initial one."""
+        """Ledger (Ledger.state_dict) of the checkpoint that was loaded last, to be read right after the load; if none was loaded, it is
+        empty or, with a SoloManager, the initial one."""
 
     @property
     def last_waiting_for_others_at_s(self) -> float:

@@ -15,7 +15,7 @@ Choices that the papers leave open:
 - A window that does not count (its loss is NaN, or it was assigned anew) has no effect: local weights are set back to the outer ones, so
   no sample is in the weights twice. Steps of other fragments since their last reduction are lost with it.
 - Means are over the groups that contributed, with equal weights, as in the papers.
-- `step` counts inner optimizer steps, as everywhere; the protocol counts rounds.
+- `step` counts inner optimizer steps, as in every Seam; the protocol counts rounds.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def _of_all(name: str) -> Any:
 class FragmentGradients(Gradients):
     """Gradients of fragments (semi_sync.py), one of which is reduced in each round, in turn. Each has Gradients of its own, with buckets;
     the round's number determines the current fragment, so all groups send the same one. `attach` is called once for each fragment, in their
-    order. `dropped`: True after `drop`, until the manager resets it. last_backward, all_reduce and can_repeat are not for it."""
+    order. `dropped`: True after `drop`, until the manager resets it. last_backward, all_reduce and can_repeat are not supported."""
 
     def __init__(self, *, shared: bool = False, quantized: bool = False, bucket_bytes: int = BUCKET_BYTES) -> None:
         super().__init__(shared=shared, quantized=quantized, bucket_bytes=bucket_bytes)
@@ -87,7 +87,7 @@ class FragmentGradients(Gradients):
     )
 
     def deliver(self, held: int | None = None, *, contributors: int | None = None) -> None:
-        """Delivers the sums of the current fragment, or of `held`, a step as committed: one more than `begin_attempt` was called for."""
+        """Delivers the sums of the current fragment, or of `held`, the number of a committed step: one more than begin_attempt's."""
         fragment = self._current if held is None else self._fragments[(held - 1) % len(self._fragments)]
         fragment.deliver(held, contributors=contributors)
 

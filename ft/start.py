@@ -71,7 +71,7 @@ class SoloManager:
 
     def rewind(self, reason: str, load: Callable[[], object]) -> None:
         spiked, step = self._ledger.state_dict(), self.step
-        # unless `load` loads a state
+        # the initial state, unless `load` loads one
         self.step, self._ledger = 0, Ledger(self._ledger.slot_size, skip_ranges=self._skip_ranges)
         load()
         self._ledger.rewind(spiked, self.step, step, reason)
@@ -122,7 +122,7 @@ def open_manager(
     record_event: RecordEvent = ignore_event,
 ) -> Seam:
     """Makes the Seam of a run. `slot_size`: sequences of a group's batch. `skip_ranges`: see Ledger. `folder`: for a drill's event log.
-    `store`: the replica group's own, new in each launch. `device_type`: its gradients'. `fingerprint`: digests by name, equal in all
+    `store`: the replica group's own, new in each launch. `device_type`: that of the gradients. `fingerprint`: digests by name, equal in all
     groups. `agreement`: of this group's ranks, if there are several. `long_phase_s`: see ManagerTelemetry. `restore`: loads the newest
     valid checkpoint, and the manager's state. `phase_timer`, `record_event`: see telemetry.py. Raises ValueError (settings, token),
     OSError (no lighthouse, no group server)."""

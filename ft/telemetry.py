@@ -84,8 +84,8 @@ class Status:
 class ManagerTelemetry:
     """The telemetry of one Manager. `step`: returns the step of the trainer's state. `inner_steps`: optimizer steps of one commit; the
     protocol counts commits. `long_phase_s`: time limit of a phase whose duration does not depend on a step's, and of the first step; 0: not
-    reported. `show_event`: shows a message in a lane of the dashboard, at the protocol's step. `pending_since_s`: start of the oldest
-    reduction that waits for other groups; None: there is none. `quorum_id`: returns the ID of the newest quorum. For the
+    reported. `show_event`: shows a message in a lane of the dashboard, at the protocol's step. `pending_since_s`: returns the start of the
+    oldest reduction that waits for other groups; None: there is none. `quorum_id`: returns the ID of the newest quorum. For the
     trainer's thread, except for `status` and `report_forever`, which run in the thread "ft-report"."""
 
     def __init__(
@@ -199,8 +199,8 @@ class ManagerTelemetry:
         send: Callable[[dict[str, float], Status], None],
         more: Callable[[Status], object],
     ) -> None:
-        """Reports in a thread of its own. Rank 0 sends once per heartbeat, other ranks when `status` or the result of `more` has changed,
-        as a report of every rank in every heartbeat would be most of their server's work."""
+        """Reports in a thread of its own, when `status` or the result of `more` has changed; else rank 0 reports once per heartbeat and
+        other ranks every SELDOM_S, as a report of every rank in every heartbeat would be most of their server's work."""
         sent, sent_s = object(), -math.inf
         while not closed.wait(beat_s / 2):
             now_s, status = self._clock(), self.status(beat_s)

@@ -74,7 +74,7 @@ class UserAllreduce:
 
     @property
     def changed(self) -> bool:
-        """True when the user has written to the tensor since our newest write, which a retry would overwrite, or may have copied it."""
+        """True when a retry must not write the result: the user has written to the tensor since our newest write, or may have copied it."""
         with self._lock:
             return not self._repeat or _version(self._tensor) != self._version
 
