@@ -8,9 +8,9 @@ Design choices:
 - When the lighthouse cannot be reached and no retries are left, the requests of all waiting ranks fail. By default retries have no limit:
   a restart of the lighthouse ends no group. A rank whose quorum_s is set gives up by itself (RankCancelled).
 - A commit is held back while the lighthouse is silent for too long, and fails when a notice says that the others continued without it.
-- A group waits for other groups when all its ranks do, and then tells its ranks so each second: they have requested a quorum, or voted on a
-  commit that is held back, or are in the all-reduce with other groups or past it. If a rank is then asked to leave, the group ends the wait
-  once it has lasted for LEAVE_BEATS heartbeats, and releases all ranks at their next quorum request, when they have the same state.
+- A group waits for other groups when all its ranks have requested a quorum, or have voted on a commit that is held back, or have entered an
+  all-reduce that some are still in; it then tells its ranks so each second. If a rank is then asked to leave, the group ends the wait once
+  it has lasted for LEAVE_BEATS heartbeats, and releases all ranks at their next quorum request, when they have the same state.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class GroupConfig:
 class GroupMachine:
     """Takes the events that `handle` lists. Effects: CallLighthouse, OpenStream, CloseStream, AnswerRank, FailRank, AnswerVote, NotifyRank,
     Waits, EndGroup. The driver opens the first stream itself, and sends no heartbeat while a trainer process on its host is stopped
-    (SIGSTOP); one on a different host is noticed as a stall."""
+    (SIGSTOP); a stopped one on a different host is noticed as a stall."""
 
     def __init__(self, config: GroupConfig, now_s: float) -> None:
         self.config = config

@@ -5,8 +5,9 @@ newest quorum and sends its notices.
 Design choice: without its state file a lighthouse does not know a job that runs. Usually the members' streams reopen, and they report their
 quorum before any group requests one: it is adopted, and the other members are awaited. A group whose request comes before any report begins
 the job anew, unless --recover is given. If members then report a quorum of a different epoch, the running job continues as after --recover,
-as long as no step of the new one is settled (`_gives_way_to`). Later its members are notified that their quorum is over; those whose state
-is further are refused, so that they keep it, until the job is as far, has ended or may be taken over (`_refuse_epoch`); the others heal.
+as long as no step of the new one is settled (`_gives_way_to`). Once one is, members of the running job are notified that their quorum is
+over; those whose state is further are refused, so that they keep it, until the new job is as far, has ended or may be taken over
+(`_refuse_epoch`); the others heal.
 """
 
 from __future__ import annotations
@@ -234,7 +235,7 @@ class LighthouseMachine:
 
     def _gives_way_to(self, event: m.StreamOpened, known: Quorum) -> bool:
         """True if a member of a different epoch, of the same fingerprint, reports a later settled step, while no step of this epoch is
-        settled since this process has begun it, or has learned it from a report. Not if the member cannot return: its name is taken."""
+        settled since this process has begun it, or has learned it from a report. False if the name of that member is taken by now."""
         began_at_step = self._began_at_step
         if began_at_step is None or self._settled > began_at_step or not known.members or known.epoch == self._epoch:
             return False

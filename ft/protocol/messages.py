@@ -25,8 +25,8 @@ else:
 
 VOID = -1  # step of a group without a complete state: it heals, or waits for an order to load a checkpoint
 # In the protocol a step is one number, STEPS_PER_BRANCH * b + s for step s of branch b: the job has gone back to a checkpoint (Rewind) b
-# times. So every comparison of steps compares (branch, step): a state of an older branch is older, however far it was, and heals. In branch
-# 0 the number is the step itself. Trainers, logs and pages show s, and b where it is not 0. Legal steps (rules.MAX_STEP; int64 in
+# times. So every comparison of steps compares (branch, step): a state of an older branch is older, however far it was, and its group heals.
+# In branch 0 the number is the step itself. Trainers, logs and pages show s, and b where it is not 0. Legal steps (rules.MAX_STEP; int64 in
 # pharos.proto) leave room for 1,024 branches.
 STEPS_PER_BRANCH, MAX_BRANCH = 1 << 30, 1023
 # longest beat_s of a group: a heartbeat must come before the lighthouse, whose own beat_s is 1 s, gives the group's name to another that
@@ -106,7 +106,7 @@ class Quorum:
 
 
 class Rewound(NamedTuple):
-    """Beginning of a branch: step `spiked` of the branch before it was a spike, and the job went back to a checkpoint of `step`."""
+    """Beginning of a branch: step `spiked` of the previous branch was a spike, and the job went back to a checkpoint of `step`."""
 
     step: int
     spiked: int
@@ -356,7 +356,7 @@ class Answer(Effect):
 
 
 class Refuse(Effect):
-    """Fail the waiting requests of the id. LOST: it may return under a new id, with its state."""
+    """Fail the waiting requests of the id. LOST: the group may return under a new id, with its state."""
 
     replica_id: str
     code: RefusalCode

@@ -3,7 +3,7 @@
 Design choices:
 - Only the first loss of a generation is announced, since it ends the generation: 500 losses at once are not 250,000 notices.
 - A stalled member is found by the waits of the others, not by its own reports: the server of a trainer that hangs still sends heartbeats.
-  Where most members wait, the limit is a few step times; where few do, the others may all wait for the same slow storage, and it is longer.
+  Where most members wait, the limit is a few step times; where few do, it is longer, as the others may all wait for the same slow storage.
 - A clean Leave announces a change, and does not stop a collective that has the leaving group's data already.
 """
 
@@ -85,8 +85,8 @@ class QuorumRecord:
         self._notify(self._alive(), m.Finished(self.quorum.quorum_id, replica_id))
 
     def announce(self, why: str, now_s: float) -> None:
-        """Announces a change to members without a waiting request; again every two heartbeats, since one that gets it while its request is
-        on its way ignores it."""
+        """Announces a change to members without a waiting request; again every two heartbeats, since a member whose request is on its way
+        ignores the notice."""
         if not self._change or now_s - self._announced_s >= 2 * self._times.beat_s:
             self._change_at_s = self._change_at_s if self._change else now_s
             self._change, self._announced_s = self._change or why, now_s
@@ -164,7 +164,7 @@ class QuorumRecord:
         since_s = [*asking_since_s, *(waiting[i] for i in islice(waiting, 1)), *returned_since_s.values()]
         if not since_s or now_s - min(since_s) < min(STALL_FLOOR_S, self._times.stall_s, self._times.heal_grace_s):
             return [], ""
-        # a member that waits in an older attempt is behind itself: those in the newest one wait for it
+        # a member that waits in an older attempt is itself late: members in the newest attempt wait for it
         newest_attempt = max((report.launched for report in self._reports.values()), default=0)
         waits = {i: at_s for i, at_s in waiting.items() if i in peers and self._reports[i].launched == newest_attempt}
         waits |= {i: peers[i].called_at_s for i in present} | returned_since_s

@@ -28,7 +28,10 @@ from ft.protocol.messages import Call, Kind, Member, Quorum
 LOST_KEPT = 4096  # lost ids that are remembered; an older one that comes back is treated as a newcomer
 TAKEOVER_ORDER_S = 60.0  # validity of an operator's TakeOver order if takeover_s is "never"
 HEALS_FREE = 2  # heals that may fail in a row before the incarnation sits out
-HEAL_SIT_OUT_S, MAX_HEAL_SIT_OUT_S = 30.0, 600.0  # sit-out after it, doubled with each further failure; its maximum
+HEAL_SIT_OUT_S, MAX_HEAL_SIT_OUT_S = (
+    30.0,
+    600.0,
+)  # sit-out after one more failure, doubled with each further; its maximum
 SIT_OUT_S, MAX_SIT_OUT_S = 10.0, 30.0  # the same after a failed connection between two groups
 
 Pairs = frozenset[frozenset[str]]  # unordered pairs of replica_ids
@@ -222,7 +225,7 @@ class Roster:
         return not self.claims_bind(now_s) or self._all_silent(now_s, takeover_s)
 
     def _all_silent(self, now_s: float, takeover_s: float | None) -> bool:
-        """A time in which no id at all was heard says nothing about the claimants: the lighthouse itself may have been cut off."""
+        """True when all claimants were silent for takeover_s while some id was heard: without any this lighthouse may have been cut off."""
         if takeover_s is None or not self.by_last_message:
             return False
         return now_s - max(self.heard_since_s, *map(self._seen_at_s, self.claims.values())) >= takeover_s
@@ -324,8 +327,9 @@ class Roster:
         return f"its last {failed} heals failed: the others continue without it for {heal_sit_out_s(failed - HEALS_FREE):g} s"
 
     def readmit(self, now_s: float, *, early: bool = False, unhealed: bool = False) -> bool:
-        """Readmits ids whose time is over and that can work with all present ones. Earlier: after failed links, with `early` or once the
-        unreachable ones are gone; after failed heals, with `unhealed` or if no other id is present. Returns True if any was readmitted."""
+        """Readmits ids whose time is over and that can work with all present ones. It ends that time early after failed links with `early`
+        or once the unreachable ids are gone, after failed heals with `unhealed` or if no other id is present. Returns True if any was
+        readmitted."""
         alive = {m.incarnation_of(i) for i in self.by_last_message}
         present_ids = [i for i in self.by_last_message if i not in self.sitting]
         found = False

@@ -48,7 +48,7 @@ def decide(roster: Roster, now_s: float, *, settled: int, min_replicas: int, joi
     is_pharos, candidates, present = roster.kind == "pharos", roster.candidates, roster.present
     healthy = roster.healthy_count()
     shrink = bool(roster.shrinkers and roster.previous)
-    # it must neither leave too few groups nor exclude all holders, which may have returned under new ids
+    # a shrink must neither leave too few groups nor exclude all holders, which may have returned under new ids
     if shrink and is_pharos:
         holders = roster.previous_holders.keys()
         shrink = len(roster.healthy_members) >= min_replicas and not (holders and holders.isdisjoint(present))

@@ -105,7 +105,7 @@ class Ledger:
     slots or none, and those of a group that is gone are computed by the others in the same step (`reassign`), so only UNABLE slots become
     holes. Without it a step has one slot for each group that was present at the assignment.
 
-    `skip_ranges`: ranges of positions, first to end, that are never trained on: a slot that has one of them is not assigned, as a whole.
+    `skip_ranges`: ranges of positions, first to end, that are never trained on: a slot that contains such a position is never assigned.
 
     `rewinds`: one for each branch after the first; it has the positions that were trained on between a checkpoint and a spike."""
 
@@ -196,7 +196,7 @@ class Ledger:
         return next((end for first, end in self._skip_ranges if first < slot + self.slot_size and slot < end), 0)
 
     def _ranges_skipped(self, first: int, slots: Sequence[int], holes: Sequence[int]) -> tuple[tuple[int, int], ...]:
-        """Returns the ranges from `first` on that are not in the slots assigned, and the holes that skip_ranges has."""
+        """Returns the ranges from `first` on that lie between the assigned slots, and the holes that contain a position of skip_ranges."""
         ranges = [(hole, hole + self.slot_size) for hole in holes if self._skipped_until(hole)]
         for slot in sorted(slot for slot in slots if slot >= first):
             if slot > first:
@@ -206,8 +206,8 @@ class Ledger:
 
     def rewind(self, spiked: dict[str, Any], step: int, spiked_step: int, reason: str) -> None:
         """Turns this ledger, which was loaded from the checkpoint of `step`, into that of the next branch. `spiked`: the state_dict of the
-        ledger at `spiked_step`, where the job goes back. Its position and its holes are those of the new branch; all other positions that
-        were assigned between the two steps are never trained on again (`rewinds`)."""
+        ledger at `spiked_step`, where the job goes back. The position and the holes of `spiked` become those of the new branch; all other
+        positions that were assigned between the two steps are never trained on again (`rewinds`)."""
         taken = [(hole, hole + self.slot_size) for hole in self.holes] + [(self.position, int(spiked["position"]))]
         self.position, self.holes = int(spiked["position"]), [int(hole) for hole in spiked["holes"]]
         self.unable = Counter({int(slot): int(count) for slot, count in spiked["unable"]})
@@ -235,7 +235,7 @@ class Ledger:
         }
 
     def load_state_dict(self, state: dict[str, Any], *, keep_assignment: bool = True) -> None:
-        """Loads it. keep_assignment=False: for a checkpoint. Raises ValueError if slots of the new slot_size do not divide the holes."""
+        """Loads `state`. keep_assignment=False: for a checkpoint. Raises ValueError if slots of the new size do not divide the holes."""
         old, holes = int(state.get("slot_size", self.slot_size)), [int(slot) for slot in state.get("holes", ())]
         if holes and old % self.slot_size:
             divisors = [number for number in range(1, old + 1) if old % number == 0]
@@ -578,7 +578,7 @@ class StepMachine:
         tokens = {**dict.fromkeys(range(self._tail_slots) if self.void else self.ledger.assignment, 0.0), **counts}
         loss_sum = own.loss_sum if usable else 0.0
         ok = 1.0 if usable or own.reported_unable or not slots else 0.0
-        # No other group has to learn that one leaves that is alone: so `change` of its outcome means that others want to join.
+        # A group that is alone has no other to tell that it leaves: so `change` of its outcome means that others want to join.
         change = 1.0 if self._wants_change or is_last or (self._leave_announced and not is_alone) else 0.0
         sends_digest = self._digest_count > 0 and not self.void and self.step == self._collective_step
         self._out.append(
@@ -678,7 +678,7 @@ class StepMachine:
         if outcome.change and len(quorum.members) == 1:
             # Others want to join, and the state would be lost with this group. Decided by the outcome, as some ranks may not know it yet.
             self._leave_announced = False
-        if not any(tail.tokens):  # no group that was assigned a slot is left (else there were counts, or UNABLE)
+        if not any(tail.tokens):  # no group that was assigned a slot is left (else there would be counts, or UNABLE)
             self.ledger.drop()
             self._drop_gradients()
             self._assignment_dropped = self._due = True
@@ -899,8 +899,8 @@ class StepMachine:
 
     def _begin_branch(self, spiked: dict[str, Any], why: str) -> None:
         """Makes the restored state the first one of the next branch. Groups that have loaded the same checkpoint get the same commit id;
-        of different ones the furthest is the reference, and the others heal. It is settled by the quorum that continues from it: until
-        then the group that has made the last step alone may be lost, and the others repeat that step."""
+        of different ones the furthest is the reference, and the others heal. The state is settled by the quorum that continues from it:
+        until then the group that has made the last step alone may be lost, and the others repeat that step."""
         self._pending_rewind, branch, step = None, spiked["step"] // STEPS_PER_BRANCH + 1, self.step % STEPS_PER_BRANCH
         self.ledger.rewind(spiked["ledger"], step, spiked["step"] % STEPS_PER_BRANCH, why)
         self.step = branch * STEPS_PER_BRANCH + step
