@@ -28,10 +28,7 @@ from ft.protocol.messages import Call, Kind, Member, Quorum
 LOST_KEPT = 4096  # lost ids that are remembered; an older one that comes back is treated as a newcomer
 TAKEOVER_ORDER_S = 60.0  # validity of an operator's TakeOver order if takeover_s is "never"
 HEALS_FREE = 2  # heals that may fail in a row before the incarnation sits out
-HEAL_SIT_OUT_S, MAX_HEAL_SIT_OUT_S = (
-    30.0,
-    600.0,
-)  # sit-out after one more failure, doubled with each further; its maximum
+HEAL_SIT_OUT_S, MAX_HEAL_SIT_OUT_S = 30.0, 600.0  # first sit-out, doubled with each further failure; its maximum
 SIT_OUT_S, MAX_SIT_OUT_S = 10.0, 30.0  # the same after a failed connection between two groups
 
 Pairs = frozenset[frozenset[str]]  # unordered pairs of replica_ids
