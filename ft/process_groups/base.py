@@ -350,7 +350,7 @@ def _end_engine(engine: Engine, watch: threading.Thread, then: Callable[[], None
 
 class Reaper:
     """Ends abandoned generations, each in a thread of its own: torch's threads may still write into their buffers, and whatever drops a
-    native group waits for them. One that does not end keeps memory and sockets: with more than MAX_ENDING the process must exit."""
+    native group waits for them. A generation that stays keeps memory and sockets: with more than MAX_ENDING the process must exit."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -413,8 +413,8 @@ class ProcessGroup(Collectives):
         self._registered = self._torch_name = self._torch_desc = ""
 
     def prepare(self) -> None:
-        """Makes the local preparations of forming, such as the import of torch in a child process. `configure` does so, too; but other
-        members may wait by then, so call it before this member is in a quorum."""
+        """Makes the local preparations of forming, such as the import of torch in a child process. `configure` makes them, too, but other
+        members may wait by then: so call `prepare` before this member is in a quorum."""
 
     def configure(
         self,
@@ -598,7 +598,7 @@ class ProcessGroup(Collectives):
 
 
 def failure_of(wait: Callable[[], Any]) -> Exception | None:
-    """Returns the error that `wait` raises, or None: without source line, advice, C++ stack and traceback, which refers to the group."""
+    """Returns the error of `wait` without source line, advice, C++ stack and traceback (which would keep the group alive), or None."""
     try:
         wait()
     except Exception as error:  # noqa: BLE001 (torch raises any type; the work has the error)

@@ -1,11 +1,11 @@
 """The fork server: a process with torch imported, which forks a child process for each generation of a process group (baby.ChildGroup).
 
 A trainer has one fork server, started with its first process group that uses children and kept until its end, so that no generation waits
-for an import. It starts no thread, and the pages of torch are shared. A child is ended reliably: Child.kill sends SIGKILL through a
-descriptor, so never to a process that reuses its pid. No child outlives the trainer: Linux kills the fork server with the thread that
-started it, and each child with that; on other systems all exit when their socket closes.
+for an import. It starts no thread, and the pages of torch are shared. A child is ended reliably: Child.kill sends SIGKILL through a pidfd
+(except on macOS), so never to a process that reuses the pid. No child outlives the trainer: Linux kills the fork server with the thread
+that started it, and each child with the fork server; on other systems all exit when their socket closes.
 
-Children of multiprocessing's fork server outlive it, and if it is suspended it blocks its caller.
+multiprocessing's fork server would not do: its children outlive it, and while it is suspended it blocks its caller.
 """
 
 from __future__ import annotations

@@ -168,9 +168,9 @@ class Rendezvous:
     def _compare(
         self, fingerprints: Sequence[Fingerprint], holders: Sequence[int], *, acknowledge: bool = True
     ) -> None:
-        """Raises RendezvousFailed if fingerprints differ: the same on all members, before any has connected to a different one. Others fail
-        only after the mismatched members have told the store that they know (`wait`), as a notice of the failure could interrupt their
-        comparison. `acknowledge`: they do tell it, which members of a different version may not."""
+        """Raises the same RendezvousFailed on all members if fingerprints differ, before any member has connected to another. Matching
+        members fail only after the mismatched ones have told the store that they know (`wait`), as a notice of the failure could interrupt
+        their own comparison. `acknowledge`: the mismatched ones do tell it; those of a different version may not."""
         if found := fingerprint_mismatches(fingerprints, holders):
             reason = "; ".join(
                 f"replica rank {i} differs from the job in {' and '.join(names)}" for i, names in found.items()

@@ -1,7 +1,7 @@
 """torch's gloo in this process: forming can be interrupted, and an ended group leaves no thread behind.
 
 gloo has no usable way to end a group: abort interrupts no wait, and dropping the group waits for all pending operations. So its sockets are
-shut down (sockets.py), in an order that makes gloo fail every operation. A child process (baby.py) forms it the same way, and is killed.
+shut down (sockets.py), in an order that makes gloo fail every operation. A child (baby.py) forms its group the same way, and is killed.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from ft.process_groups.sockets import Address
 
 _Task = tuple[list[dist.Work], Operation, Ended]
 ANSWER_S = 0.02  # time for gloo to answer what it has received, and to notice the shutdown
-LINGER_S = 1.0  # then sockets are closed: a reset any earlier could discard data that the peer has not read yet
+LINGER_S = 1.0  # time until sockets are closed: an earlier reset could discard data that the peer has not read
 AGAIN_S = 0.5  # between two tries to duplicate sockets if no descriptors are left
 CONNECTS = 5  # gloo waits this many times its timeout for a peer to connect (waitUntil in its transport/tcp/pair.cc)
 NO_TAG = (1 << 31) - 1  # tag of a message that is never sent
@@ -194,7 +194,7 @@ class GlooEngine:
             sock.close()
 
     def _connections(self) -> list[socket.socket]:
-        """Returns duplicates of all its sockets; waits while no descriptors are left, as peers would not notice the end."""
+        """Returns duplicates of all its sockets; waits while no descriptors are left, as else peers would not notice the end."""
         warned = False
         while True:
             with suppress(OSError):
@@ -210,7 +210,7 @@ class GlooEngine:
 def _fail_all(native: dist.ProcessGroup) -> None:
     """Fails all pending operations: gloo does so when a receive times out."""
     for peer in range(native.size()):
-        # the timeout; or this connection has ended already, and the next peer's does it
+        # the timeout, at which gloo fails them; or this connection has ended already: then the next peer's timeout does it
         with suppress(RuntimeError):
             if peer != native.rank():
                 native.recv([torch.empty(1)], peer, NO_TAG).wait(timedelta(milliseconds=1))

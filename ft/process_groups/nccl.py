@@ -115,8 +115,8 @@ def form_nccl(
 
 
 def _test(engine: Engine, rendezvous: Rendezvous, device: torch.device) -> None:
-    """Makes a first all-reduce, at which torch connects the communicator. The caller then waits with a mutex held that `abort` takes,
-    too: so it must be this thread, for which no other waits. Uses a new stream, as others may have work queued. Raises RendezvousFailed."""
+    """Makes a first all-reduce, at which torch connects the communicator. There this thread waits with a mutex held that `abort` takes,
+    too: so it must be one for which no other waits. Uses a new stream, as others may have work queued. Raises RendezvousFailed."""
     work = GroupWork("AllReduce", [])
     rendezvous.on_cancel(lambda: work.end(ProcessGroupError("cancelled")))
     with torch.cuda.stream(torch.cuda.Stream(device)):

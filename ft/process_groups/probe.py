@@ -24,7 +24,7 @@ PAUSE_S = 0.5  # longest time between two checks for a wait that needs probes, a
 TRIES = 6  # connection attempts without an answer: over a link that loses every fifth packet all fail once in a million probes
 MOST = 64  # members that are probed at once, each of which takes a few descriptors for a moment
 KEPT = 256  # unreachable replica IDs that are remembered after their generation
-# seconds for which they are remembered: a host that vanished never answers; a link that is still cut after that costs one more attempt
+# seconds for which they are remembered: a host that vanished never answers; a link still cut after that costs one attempt to connect
 KEPT_S = 600.0
 _ANSWERS = {0, errno.ECONNREFUSED, errno.ECONNRESET}  # results that need a kernel at the other end
 _LOCAL = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EADDRNOTAVAIL}  # independent of the link
@@ -77,7 +77,7 @@ class Prober:
             return tuple(self._unreachable)
 
     def probe(self, enough: Callable[[], bool] = lambda: False) -> tuple[str, ...]:
-        """Probes all members. Returns the unreachable ones when all have answered, after 3 * within_s, or when `enough()` is True."""
+        """Probes all members. Returns the unreachable ones when the probe has ended (3 * within_s at most), or when `enough()` is True."""
         with self._lock:
             self._wanted += 1
             mine = self._wanted

@@ -61,7 +61,7 @@ def plain_segments() -> Iterator[None]:
     descriptor for each 20 MB. The settings also affect tensors of other threads meanwhile, which is harmless. torch's allocator then reuses
     no free block of such a segment (get_free_block of CUDACachingAllocator.cpp), but a MemPool does."""
     with _settings_lock:
-        # the current settings; torch 2.11 cannot tell them: those of the environment
+        # torch 2.11 cannot tell the current settings: there those of the environment count
         settings_of = getattr(torch._C, "_accelerator_getAllocatorSettings", None)
         at_start = os.environ.get("PYTORCH_ALLOC_CONF", os.environ.get("PYTORCH_CUDA_ALLOC_CONF", ""))
         settings = str(settings_of()) if settings_of is not None else at_start
@@ -121,7 +121,7 @@ class SharedPoolOwner:
         return SharedTensor(self._number(buffer), copy.dtype, shape, copy.stride(), 0, copy.device)
 
     def give_back(self, borrowed: Borrowed, *, complete: bool) -> None:
-        """Copies an operation's results back, and keeps its buffers for reuse; not if it failed, as torch may still write to them."""
+        """Copies an operation's results back, and keeps its buffers for reuse; neither if it failed, as torch may still write to them."""
         if not complete:
             return
         for tensor, copy in borrowed.back:

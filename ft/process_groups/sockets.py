@@ -40,8 +40,8 @@ def shutdown_matching(*, local: Collection[Address] = (), remote: Collection[Add
 
 
 def duplicates(*, local: Collection[Address] = (), remote: Collection[Address] = ()) -> list[socket.socket]:
-    """Returns duplicates of these sockets; while they are open, a peer does not notice that the originals were closed. Raises OSError if
-    descriptors run out."""
+    """Returns duplicates of the sockets that shutdown_matching would shut down; while they are open, a peer does not notice that the
+    originals were closed. Raises OSError if descriptors run out."""
     found: list[socket.socket] = []
     try:
         found.extend(sock.dup() for sock in _sockets() if _belongs(sock, local, remote))
@@ -61,8 +61,8 @@ def shutdown(socks: Collection[socket.socket], how: int) -> None:
 
 def listening_ends(make: Callable[[], Made], descriptors: Path = DESCRIPTORS) -> tuple[Made, set[Address]]:
     """Calls `make`, which must be quick; returns its result and the address on which its new socket listens (at most one). If a different
-    thread of this process began to listen meanwhile, the two cannot be told apart, and `make` is called again: that thread's server would
-    lose its connections with the process group. Raises OSError if that happens each time. No address without /proc (macOS): there gloo
+    thread of this process began to listen meanwhile, the two cannot be told apart, and `make` is called again: else that server's
+    connections would be shut down with the group's. Raises OSError if that happens each time. No address without /proc (macOS): there gloo
     runs in a child process only, which is killed, so that its sockets need not be found."""
     if not descriptors.is_dir():
         return make(), set()
