@@ -67,14 +67,14 @@ class Tls:
 
 @dataclass(frozen=True)
 class Access:
-    """`tls`: the lighthouse's own, or that of connections to it; they use it if its address begins with https://."""
+    """Token and TLS of a server or a client. `tls`: the lighthouse's, or a client's for lighthouses whose address begins with https://."""
 
     token: str = ""
     insecure: bool = False  # True: without a token, listen where others can reach it
     tls: Tls | None = None
 
     def permits(self, metadata: Iterable[tuple[str, Any]]) -> bool:
-        """True when the pairs contain the token, or there is none. Compares in constant time."""
+        """True when the pairs contain the token, or no token is set. Compares in constant time."""
         for key, value in metadata if self.token else ():
             if key.lower() == "authorization":
                 # HTTP headers may contain any byte: bytes that are not UTF-8 arrive as lone surrogates, and do not match

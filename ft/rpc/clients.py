@@ -108,9 +108,9 @@ class GroupServerProcess:
 
 
 class GroupClient:
-    """A rank's connection to its group's server, at "http://host:port". Thread-safe. `last_waiting_for_others_at_s`: Seam's, the time of
-    the newest message that the whole group waits for others, or answer of a quorum request. `gone`: set when the server or group has
-    ended."""
+    """A rank's connection to its group's server, at "http://host:port". Thread-safe. `last_waiting_for_others_at_s`: as in Seam, the time
+    of the newest message that the whole group waits for others, or of the newest answer to a quorum request. `gone`: set when the server or
+    group has ended."""
 
     def __init__(self, address: str, group_rank: int, access: Access | None = None) -> None:
         self.group_rank, self._access = group_rank, access or Access()
@@ -124,8 +124,8 @@ class GroupClient:
         self._waited_s, self._log_at_s = 0.0, LOG_AFTER_S  # newest reported wait; the wait that is logged next
 
     def ask_quorum(self, call: m.RankCall, within_s: float | None, name_free_s: float) -> m.Event | None:
-        """Requests a quorum, and repeats the request until it is answered. Returns the answer: QuorumFailed after `within_s` (None: no
-        limit); None if the server is gone, and the stream has the reason. NameTaken is retried for `name_free_s`. Raises
+        """Requests a quorum, and repeats the request until it is answered. Returns the answer; QuorumFailed after `within_s` (None: no
+        limit) or a failed call; None if the server is gone, and the stream has the reason. NameTaken is retried for `name_free_s`. Raises
         SettingsRefused."""
         asked_s = time.monotonic()
         while True:

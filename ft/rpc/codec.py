@@ -49,7 +49,7 @@ def parse(message_type: type[P], data: bytes) -> P:
 
 
 def to_message(value: Any) -> Any:
-    """Returns a dataclass as a message. Raises ValueError for a value that it cannot contain: an integer above 64 bits, a surrogate."""
+    """Returns a dataclass as a message. Raises ValueError for a value that no message can have: an integer above 64 bits, a surrogate."""
     converter = _converter_of(type(value))
     return converter.fill(converter.message_type(), value)
 

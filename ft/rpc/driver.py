@@ -29,8 +29,8 @@ def now_s() -> float:
 
 
 class Driver:
-    """`handlers`: one for each class of effect that the machine returns. `observer` gets each event and its output, for logs; `before_tick`
-    is called before each tick. An error in the machine or a handler is raised by `run`, and by the `feed` that caused it."""
+    """Driver of one machine. `handlers`: one for each class of its effects. `observer` gets each event and its output, for logs;
+    `before_tick` is called before each tick. An error in the machine or a handler is raised by `run`, and by the `feed` that caused it."""
 
     def __init__(
         self,

@@ -45,7 +45,7 @@ CallKey = tuple[int, m.VoteKey | None]  # key of a waiting call: (group_rank, Vo
 
 @dataclass(frozen=True)
 class Settings:
-    """Settings of a group server; one line of JSON on its stdin. Raises ValueError if others could reach it and there is no token."""
+    """Settings of a group server: a line of JSON on its stdin. Raises ValueError if others could reach it without token or `insecure`."""
 
     replica_id: str
     world_size: int
@@ -151,7 +151,7 @@ class Process:
                 self._handle = os.pidfd_open(pid)
 
     def when_ended(self, do: Callable[[], None]) -> None:
-        """Makes the running loop call `do` when the process has ended. Without a pidfd it is not called."""
+        """Makes the running loop call `do` when the process has ended. Without a pidfd `do` is never called."""
         if (handle := self._handle) is None:
             return
         loop = asyncio.get_running_loop()
@@ -163,11 +163,11 @@ class Process:
         loop.add_reader(handle, readable)
 
     def is_stopped(self) -> bool:
-        """Returns True when stopped by SIGSTOP or a debugger. False if that cannot be determined."""
+        """Returns True if the process is stopped by SIGSTOP or a debugger. False if unknown."""
         return self._status().get("State", "")[:1] in ("T", "t")
 
     def is_dying(self) -> bool:
-        """Returns True when killed but not gone, for example in a system call that waits for a file server. False if unknown."""
+        """Returns True if it was killed but is not gone, for example in a system call that waits for a file server. False if unknown."""
         status = self._status()
         killed = any(int(status.get(mask, "0"), 16) & 1 << signal.SIGKILL - 1 for mask in ("SigPnd", "ShdPnd"))
         return killed or status.get("State", "")[:1] == "Z"

@@ -59,7 +59,7 @@ def channel(address: str, access: Access, *, aio: bool) -> Any:
 class LighthouseConnection:
     """A group server's connection to a lighthouse: at most one quorum request, and one task that shows that the group is alive. `on_event`
     gets every event, `on_operator_order` every order of an operator; `spawn` starts tasks and handles their errors. `call_s`: timeout of a
-    quorum request, which is sent again after it, as it waits for other groups. For one loop only."""
+    quorum request, after which it is sent again, as it only waits for other groups. For one loop only."""
 
     call_s = CALL_S
 

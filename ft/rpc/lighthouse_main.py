@@ -78,7 +78,7 @@ def _say_where(options: LighthouseOptions, port: int) -> None:
 
 
 def _address(at: Endpoint, access: Access) -> str:
-    """Returns the URL at which others reach it."""
+    """Returns the URL at which others reach the server at `at`."""
     host = socket.gethostname() if at.wildcard else at.host
     return f"{'https' if access.tls else 'http'}://{Endpoint(host, at.port)}"
 

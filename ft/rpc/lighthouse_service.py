@@ -3,7 +3,7 @@
     torchft.LighthouseService   Quorum Heartbeat                           clients of torchft
     pharos.Lighthouse           Quorum Watch Leave Evict TakeOver          Pharos group servers
 
-lighthouse_main.py gives it a port and a state file. No torch here.
+lighthouse_main.py gives them a port and a state file. No torch here.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ restart begins after them (`reserved`). A lighthouse that restarts while the dis
 
 A different lighthouse may acquire the file while this one is stopped (so a lock would not do): it writes its owner name to a file beside,
 removes partial files of others, then reads. A writer writes a partial file with its own name, checks the owner, then renames it. So at
-whatever point this one was stopped, either the new owner has read what it wrote, or the rename is not done.
+whatever point this one was stopped, either the new owner has read what this one wrote, or the rename is not done.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ class Superseded(RuntimeError):
 
 def acquire(path: Path, owner: str = "") -> str:
     """Acquires the file, before `read`; from then on no other lighthouse can write it. Returns the owner name, by default a new one. Raises
-    OSError, perhaps after the name was written: who tries again gives the same name, so as not to take it for another's."""
+    OSError, perhaps after the name was written: a caller that tries again gives the same name, so as not to take it for another's."""
     owner = owner or uuid.uuid4().hex[:12]
     stamp = path.with_name(f"{path.name}.{owner}")
     try:
@@ -162,7 +162,7 @@ def owner_of(path: Path) -> str:
 
 class StateFileWriter:
     """Writes the state file in a thread, so that the loop never waits for the disk. A failed write is logged, and retried each second.
-    Once a different lighthouse has acquired it, waiting and later writes raise Superseded."""
+    Once a different lighthouse has acquired the file, waiting and later writes raise Superseded."""
 
     write_file, acquire_file, pace_s = staticmethod(write), staticmethod(acquire), PACE_S
 

@@ -2,7 +2,7 @@
 
 from importlib import metadata
 
-# What the protoc of scripts/make_proto.sh writes asks for; protobuf's own error names no package and no remedy.
+# Required by the code that the protoc of scripts/make_proto.sh writes; protobuf's own error names no package and no remedy.
 OLDEST = (6, 31)
 
 for _each in metadata.distributions(name="protobuf"):
