@@ -185,8 +185,8 @@ def chunk_digest(chunk: int, data: memoryview) -> bytes:
 
 def to_json(value: Any, name: str, tensor: Callable[[str, Any], int], depth: int = 0) -> Any:
     """Returns a value as JSON. Numbers, strings, None and lists stay as they are; all others become an object with one key: `tensor` (its
-    number, from `tensor(name, it)`), `tuple`, `dict` (pairs, so keys may be integers) or a `float`; else FormatError. Subclasses of float
-    and all integers, such as numpy's float64 and int64, are sent as Python's: these have the same value."""
+    number, from `tensor(name, it)`), `tuple`, `dict` (pairs, so keys may be integers) or `float` (NaN or infinite); else FormatError.
+    Subclasses of float and all integers, such as numpy's float64 and int64, are sent as Python's: these have the same value."""
     if depth > MAX_DEPTH:
         raise FormatError(f"{name[:200]}...: nested deeper than {MAX_DEPTH}")
     inner = lambda key, item: to_json(item, f"{name}/{key}"[: MAX_NAME + 1], tensor, depth + 1)  # noqa: E731

@@ -100,7 +100,7 @@ def parse_request(head: bytes, access: Access) -> HealRequest:
 
 class HealServer:
     """Serves the offer that `offered` returns, on a free port of `host`. `silence_s`: timeout of a joiner that receives nothing. Raises
-    ValueError if other machines could reach it and there is no token, OSError if it cannot listen there."""
+    ValueError if other machines could reach the server without token or `insecure`, OSError if it cannot listen there."""
 
     head_s = HEAD_S
     make_thread: Callable[..., threading.Thread] = threading.Thread
@@ -124,7 +124,7 @@ class HealServer:
         """Ends all connections and threads. May be called twice."""
         with self._lock:
             self._closed, threads = True, [self._thread, *self.connections.values()]
-            for connection in self.connections:  # with the lock, as one that has ended may close its socket without it
+            for connection in self.connections:  # with the lock, as one that is no longer listed may close its socket
                 connection.end()
         with contextlib.suppress(OSError):  # it is not connected, but this interrupts accept
             self.listener.shutdown(socket.SHUT_RDWR)
@@ -151,7 +151,7 @@ class HealServer:
                 sock.close()
 
     def _start(self, new: _Connection) -> None:
-        """Starts a thread. If there are too many, ends the oldest without a valid request; raises RuntimeError if all had one."""
+        """Starts a thread. Of too many connections ends the oldest that has sent no valid request; raises RuntimeError if all have."""
         with self._lock:
             if self._closed:
                 raise RuntimeError("the server is closed")

@@ -7,8 +7,9 @@ arrived: until then the source may have changed its state during the transfer.
 Two sources must have the same bits, as the joiner would get a mixture otherwise. So the source that answers first is *chosen* and used at
 once; the other is used only after both have sent the digests of all their chunks, and these are equal. Digests have connections of their
 own, so a heal from two sources is never slower than from the first one only. If digests differ, an error is logged and the other source is
-not used: the next comparison of weights finds the difference. If the chosen one fails before that, the fetch starts anew from the other.
-If they are equal, each further chunk must have the digest that both have sent: a source whose memory changes later sends damaged chunks.
+not used: the next comparison of weights finds the difference. If the chosen source fails before the digests are known to be equal, the
+fetch starts anew from the other. If they are equal, each further chunk must have the digest that both have sent: a source whose memory
+changes later sends damaged chunks.
 """
 
 from __future__ import annotations
@@ -421,5 +422,5 @@ class HttpFetch:
 
 def is_too_slow(waited_s: float, chunks: int, chunk_s: float, grace_s: float) -> bool:
     """Returns True if a connection with a stripe of `chunks` chunks is too slow for the other one, which has waited for `waited_s`: at its
-    own `chunk_s` that one would have received them long ago; without a speed yet (0), no chunk has arrived for `grace_s` / 3."""
+    own `chunk_s` the waiting one would have received them long ago; if it has no speed yet (0), no chunk has arrived for `grace_s` / 3."""
     return bool(chunks) and waited_s > (1 + SLOWER * chunk_s * chunks if chunk_s else grace_s / 3)

@@ -3,7 +3,7 @@
 For clusters where replica groups reach each other only by process groups. The group must support tensors in host memory, so it uses gloo;
 state on a device passes through pinned memory. Each rank has a store. A joiner numbers its requests in its source's store, and the two form
 a process group for each, so a failed transfer can be requested again. A message has some chunks of one tensor, in place in host memory if
-possible. The header determines their order:
+possible. The header determines the order of the messages:
 
     length and digest of the header | header, validity token | messages, each followed by its chunks' digests | damaged chunks again, which
     the joiner requests up to MAX_REQUESTS times | the validity token again, if the offer is still valid
@@ -229,7 +229,7 @@ def _request(store: StoreClient, what: str) -> int:
 
 
 def _messages(manifest: StateManifest) -> Iterator[tuple[int, int]]:
-    """Yields each message's first and last chunk: those of one tensor share it; a chunk with parts of several tensors has its own."""
+    """Yields each message's first and last chunk: chunks of one tensor share a message; one with parts of several tensors has its own."""
     first = 0
     while first < manifest.chunks:
         last = first
@@ -308,7 +308,7 @@ class _Sender:
             offer.check()
             self._send(_bytes(offer.validity_token))
             offer.set_wanted(self._name, ())
-            self._group.recv([torch.empty(1, dtype=torch.uint8)], 1, self._tag).wait()  # or fails, if it has ended
+            self._group.recv([torch.empty(1, dtype=torch.uint8)], 1, self._tag).wait()  # fails if the joiner has ended
             return True
         except (RuntimeError, ValueError) as error:
             log.info("sending the state to %s has ended: %s", self._name, error)
