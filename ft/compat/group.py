@@ -1,11 +1,11 @@
 """Replica groups whose ranks, or whose lighthouse, use torchft's protocol.
 
-TorchftGroup answers the ranks like torchft's ManagerServer: it requests one quorum when all ranks did, and commits if all vote yes.
+TorchftGroup answers the ranks like torchft's ManagerServer: it requests one quorum once all ranks have called, and commits if all vote yes.
 
 TorchftConnection connects one of our groups to torchft's lighthouse, as PharosConnection (lighthouse_link.py) does to ours. A member's
 state is in `data`, JSON that torchft passes on to all members. That lighthouse sends no notices: a loss is noticed when a reduction fails
-or times out, so such a job requests a quorum before each step (every_step), as torchft does. After a restart it numbers its quorums from 1
-again, while ours must grow (QuorumIds).
+or times out, so such a job requests a quorum before each step (every_step), as torchft does. After a restart it numbers quorums from 1
+again, while a group's quorum ids must grow (QuorumIds).
 """
 
 from __future__ import annotations
@@ -175,7 +175,7 @@ class TorchftGroup:
 
 
 def torchft_reply(quorum: m.Quorum, replica_id: str, group_rank: int, *, init_sync: bool = True) -> Any:
-    """Returns the ManagerQuorumResponse for a rank of torchft's Manager. Only steps decide which group heals, as it has no commit IDs.
+    """Returns the ManagerQuorumResponse for a rank of torchft's Manager. Only steps decide which group heals, as torchft has no commit IDs.
 
     Unlike in torchft, *whether* a group heals is the same for all its ranks (at the first step of torchft half of a group's ranks may
     heal). A rank's source rotates by group_rank."""
@@ -215,8 +215,8 @@ class QuorumIds:
 
     @staticmethod
     def after(quorum: m.Quorum, stated: Sequence[QuorumIds]) -> QuorumIds:
-        """Returns those of a quorum: of what its members have `stated`, so equal in all of them. If the lighthouse's id is below an earlier
-        one, or is the same for other members or after a failure, it has begun anew, and from now on its ids are added to the newest."""
+        """Returns the ids of a quorum, by those that its members have `stated`, so equal in all. If the lighthouse's id is below an earlier
+        one, or the same for other members or after a failure, the lighthouse has begun anew: its ids are then added to the newest."""
         members = hashlib.sha256("/".join(sorted(quorum.ids)).encode()).hexdigest()[:16]
         offset = max((ids.offset for ids in stated), default=0)
         newest = max((ids.newest for ids in stated), default=0)

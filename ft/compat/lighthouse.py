@@ -106,8 +106,8 @@ class LighthouseServer:
     """A lighthouse in a thread of this process. `bind`: "host:port"; port 0: any free one. `state`: its state file; None: keep the state
     only in memory. `observer`: receives every event of its state machine with the effects.
 
-    Without `token` and `insecure` it listens only on loopback, whatever address `bind` has; if that is another, it logs a warning.
-    Raises ValueError if it cannot listen there.
+    Without `token` and `insecure` it listens only on loopback, whatever address `bind` has, and logs a warning if that is not loopback.
+    Raises ValueError if it cannot listen.
     """
 
     def __init__(

@@ -9,7 +9,7 @@
 semi_sync.py has the algorithm. A reduction is a step of the Manager (`current_step`); with fragment_sync_delay its body has inner steps.
 Failed reductions are repeated with the same values if groups have one rank. If a step is dropped (a failure or a reported error with
 groups of several ranks; a reported error in a group that is alone), no weights change, and the next reduction includes the changes. If a
-group of one rank among others reports an error, all groups take the mean of the others, and it loses its inner steps since the last
+group of one rank among others reports an error, all groups take the mean of the others, and that group loses its inner steps since the last
 reduction. A group that heals starts from the outer weights, and sends zeros in its first reduction; so do, at step 0 with init_sync, all
 groups but one: they lose the inner steps before the first reduction.
 """

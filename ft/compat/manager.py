@@ -11,8 +11,8 @@ spare, one that has just healed) sends zeros, receives the others' mean, and ste
 arriving state in start_quorum.
 
 The step is decided when all reductions are complete: with DistributedDataParallel at the end of the backward, else in should_commit. Failed
-reductions are repeated in the next generation, with the same gradients. The step is dropped in all groups instead, as in
-torchft, if a tensor was changed after it had been averaged, or is averaged with repeat=False, or if the groups have several ranks.
+reductions are repeated in the next generation, with the same gradients. In three cases the step is dropped in all groups instead, as in
+torchft: a tensor was changed after it had been averaged, or may have been copied (`repeat`), or the groups have several ranks.
 """
 
 from __future__ import annotations
@@ -88,9 +88,9 @@ class Manager:
     `world_size_mode`: which groups train.
     `checkpoint_transport`: an HTTPTransport (the default) or PGTransport, equal in all groups, or a healing.transport.Transport.
 
-    `quorum_timeout`: longest wait of start_quorum; None: no limit. `timeout`: longest reduction, at least stall_s (60 s), and
-    heal_grace_s with heartbeat_timeout_s: it is only a backstop, as losses are notified at once, and groups wait for one that heals. Also
-    the default of wrap_future, without that minimum.
+    `quorum_timeout`: longest wait of start_quorum; None: no limit. `timeout`: longest reduction, at least `pg`'s own, stall_s (60 s), and
+    heal_grace_s with heartbeat_timeout_s, as groups wait for one that heals; a backstop, as losses are notified at once. Also the default
+    of wrap_future, without minimum.
 
     Not in torchft: `interface` (addresses.advertised), `every_step` (request a quorum before each step, which torchft's lighthouse
     requires), `insecure` (serve other machines without a token), `times` (heartbeat_timeout_s and heal_grace_s are the lighthouse's),
@@ -275,13 +275,13 @@ class Manager:
         feedback: ErrorFeedback | None = None,
         repeat: bool = True,
     ) -> dist.Work:
-        """Writes the mean (or the sum) over the groups that contribute into the tensor when the work ends. The work never fails: if the
+        """Writes the mean (or the sum) over the contributing groups into the tensor when the work ends. The work never fails: if the
         reduction does, the tensor keeps its values until the step is retried, or should_commit returns False. Each group calls it
         for the same tensors in the same order, between two start_quorum. `should_quantize`: reduce in int8 (quantized.py); rounding errors
         are lost, unless `feedback` adds them to the next reduction. `repeat`: False if the result is copied, where a retry would not write:
         a failure then drops the step in all groups. Once the step is decided a failure affects only the tensor, and `reduce_op` may be any:
-        other reductions than AVG and SUM are over all groups. Raises ValueError for these before, for means of integers, and for a tensor
-        on a device or of a dtype that the process group cannot reduce."""
+        other reductions than AVG and SUM are over all groups. Before that, raises ValueError for such an operation; always for means of
+        integers, and for a tensor on a device or of a dtype that the process group cannot reduce."""
         op = reduction(reduce_op)
         if op not in ("AVG", "SUM") and not self._is_decided:
             raise ValueError(f"allreduce: reduce_op = {op}: must be AVG or SUM, because absent groups contribute zeros")
@@ -330,8 +330,8 @@ class Manager:
 
     def report_error(self, e: Exception) -> None:
         """Excludes this group's contribution from the step, if it is not decided yet. The step is committed with those of the others:
-        should_commit returns True, and .grad is their mean. If there are none, or this group has several ranks, the step is dropped; so it
-        is, in all groups, if one of the others has changed a result, or reduces with repeat=False (ManagedProcessGroup)."""
+        should_commit returns True, and .grad is their mean. If there are no others, or this group has several ranks, the step is dropped;
+        it is dropped in all groups, too, if one of the others has changed a result, or reduces with repeat=False (ManagedProcessGroup)."""
         if self._is_decided:
             log.warning("an error was reported after the step was decided: %s", e)
         self._error = self._error or e
@@ -405,7 +405,7 @@ class Manager:
         return {**self.core.state_dict(), "batches_committed": self._batches}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads such a state, or torchft's, which has only step and batches_committed. To be called before the first quorum."""
+        """Loads a state_dict, or torchft's, which has only step and batches_committed. To be called before the first quorum."""
         self._batches = int(state_dict["batches_committed"])
         if "ledger" not in state_dict:
             ledger = json.dumps({"position": self._batches})
@@ -423,8 +423,8 @@ class Manager:
 
     def shutdown(self, wait: bool = True, *, at_exit: bool = False) -> None:
         """Leaves the job. May be called twice. Between two steps it does not fail a step that others are completing, so all groups may stop
-        at the same step. If the others continue, `leave()` before the last step saves them a retry. `wait` has no effect: it waits.
-        `at_exit`: only announces it. Called so at the program's end."""
+        at the same step. If the others continue, `leave()` before the last step saves them a retry. `wait` has no effect: shutdown waits.
+        `at_exit`: only announces the leave, as at the program's end."""
         atexit.unregister(self.shutdown)
         # inside a step, or after an error, other ranks may wait for this one until the server kills them; a fork is not the program
         if at_exit and (self._body or hasattr(sys, "last_type") or os.getpid() != self._pid):
@@ -515,7 +515,7 @@ def _seconds(variable_s: int | None, given: timedelta | None) -> float | None:
 
 
 def _check_reducible(pg: ProcessGroup, tensor: Tensor, *, quantized: bool = False) -> None:
-    """Raises ValueError for a tensor that the process group can never reduce: its failure would be repeated for ever, as that of a peer."""
+    """Raises ValueError for a tensor that the process group can never reduce: its failure would be repeated for ever, as a peer's is."""
     device, needed = to_local(tensor.detach()).device, pg.DEVICE
     if needed and device.type != needed:
         nearest = "ProcessGroupNCCL" if device.type == "cuda" else "ProcessGroupGloo"

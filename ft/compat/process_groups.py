@@ -1,5 +1,5 @@
-"""torchft's ProcessGroupDummy, which has no peers, ErrorSwallowingProcessGroup, whose works never fail, and ManagedProcessGroup, which
-is that of a Manager."""
+"""torchft's ProcessGroupDummy, which has no peers, ErrorSwallowingProcessGroup, whose works never fail, and ManagedProcessGroup, a Manager
+as a process group."""
 
 from __future__ import annotations
 

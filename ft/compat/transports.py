@@ -22,7 +22,7 @@ class HTTPTransport:
 
 class PGTransport:
     """Healing over a process group (ft/healing/pg_transport.py). Its arguments have no effect: each heal has a gloo group of its two ranks,
-    as `pg` is busy with gradients; it ends when its quorum does; state on a device passes through pinned memory, and is received in place.
+    as `pg` is busy with gradients, and ends when its quorum does; state on a device passes through pinned memory, and is received in place.
     """
 
     KIND: Literal["pg"] = "pg"

@@ -24,8 +24,8 @@ log = logging.getLogger("pharos.torchft")
 
 class DistributedDataParallel(nn.Module):
     """A module for which .grad is the mean over replica groups after a backward. Gradients are sent in buckets while the backward computes
-    others. It ends when all reductions are complete; a failed group costs time, but no step if groups have one rank. A step has one
-    backward outside of no_sync.
+    others. The backward ends when all reductions are complete; a failed group costs time, but no step if groups have one rank. A step has
+    one backward outside of no_sync.
 
     torch's further arguments are accepted, and have no effect: buckets are the Manager's, unused parameters send zeros, and each group has
     its own buffers until it heals. Raises ValueError for a module without parameters to train.
