@@ -175,7 +175,7 @@ class History:
         return (last - first) / (ended_s - began_s) if ended_s > began_s else 0.0
 
     def _see_departures(self, leaves: str) -> None:
-        """`leaves`: the id that has left cleanly by this event, else empty."""
+        """Records the ids lost since the last call. `leaves`: the id that has left cleanly by this event, else empty."""
         lost = self._machine.roster.lost
         if next(reversed(lost), None) in (next(reversed(self.gone), None), None):
             return

@@ -83,8 +83,8 @@ METRICS = {
 async def serve_http(
     service: LighthouseService, access: Access, at: Sequence[Endpoint], *, must: bool
 ) -> AsyncIterator[Endpoint | None]:
-    """Serves HTTP. Yields the first address that could be opened; None: there is none, which is logged. `must`: raises ValueError unless
-    that is the first of `at`."""
+    """Serves HTTP. Yields the first address that could be opened; None: there is none, which is logged. `must`: raises ValueError if the
+    first of `at` cannot be opened."""
     quiet = logging.getLogger("pharos.http")
     # no stack traces of invalid requests, which are answered with 400: a client could fill the disk with them
     quiet.addFilter(lambda record: not (record.exc_info and isinstance(record.exc_info[1], HttpProcessingError)))
@@ -94,7 +94,8 @@ async def serve_http(
         access_log=None,
         handle_signals=False,
         keepalive_timeout=IDLE_S,
-        shutdown_timeout=STOP_S / 2,  # aiohttp waits for so long twice: for an answer, and after it has cancelled it
+        shutdown_timeout=STOP_S
+        / 2,  # aiohttp waits for so long twice: for an answer, and once it has cancelled the handler
         logger=quiet,
     )
     await runner.setup()
@@ -134,7 +135,7 @@ class _Newest:
 
     def __call__(self) -> Any:
         if len(self._open) == MAX_CONNECTIONS:
-            # closed ones have no transport, as have the newest, which are not set up yet
+            # closed ones have no transport, nor have the newest, which are not set up yet
             closed = [one for one in islice(self._open, MAX_CONNECTIONS - BACKLOG) if one.transport is None]
             for one in closed:
                 self._open.remove(one)
@@ -180,7 +181,7 @@ def _app(service: LighthouseService, access: Access) -> tuple[web.Application, F
 
 
 class Orders:
-    """An operator's orders from the page, for groups: only where the job has a token, and BURST at once, then PER_S a second."""
+    """An operator's orders from the page, accepted only where the job has a token: BURST at once, then PER_S a second."""
 
     def __init__(
         self, service: LighthouseService, feed: Feed, *, has_token: bool, clock: Callable[[], float] = time.monotonic
@@ -189,7 +190,8 @@ class Orders:
         self._left, self._filled_s = float(BURST), clock()
 
     async def give(self, request: web.Request) -> web.Response:
-        """Answers 202 if the group got the order. With a different status nothing was done, and the body has the cause."""
+        """Answers 202 if the order was sent to the group or carried out here. With a different status nothing was done, and the body has
+        the cause."""
         if not self._has_token:
             text = "this job has no token, so it accepts no orders: start the lighthouse with --token_file\n"
             raise web.HTTPForbidden(text=text)
