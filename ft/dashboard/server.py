@@ -94,8 +94,7 @@ async def serve_http(
         access_log=None,
         handle_signals=False,
         keepalive_timeout=IDLE_S,
-        shutdown_timeout=STOP_S
-        / 2,  # aiohttp waits for so long twice: for an answer, and once it has cancelled the handler
+        shutdown_timeout=STOP_S / 2,  # aiohttp waits for so long twice: for an answer, then for the cancelled handler
         logger=quiet,
     )
     await runner.setup()
