@@ -72,7 +72,7 @@ class GroupMachine:
         self._tries = 0
         self._lighthouse_says = ""  # reason of this group's wait, as the lighthouse reports it
         self._answered_calls: dict[int, RankCall] = {}  # requests that were answered last
-        self._answer: m.RestoreRequired | m.Released | None = None  # to these; None: with self.quorum
+        self._answer: m.RestoreRequired | m.Released | None = None  # answer to these calls; None: self.quorum
         self._answered_as = ""  # this group's id in self.quorum
         self._released = False  # True: asked to leave while it waited; the next requests are answered with Released
         self._votes: dict[VoteKey, dict[int, Vote]] = {}  # votes without an outcome, by rank

@@ -129,8 +129,8 @@ class Timeouts:
     # silence of all groups that have the state, after which others continue from a checkpoint; after half of it without the lighthouse a
     # group holds back its commits; None (setting: 0): no limit, only an operator may allow a takeover
     takeover_s: float | None = 30.0
-    # a member waits for others, then they are lost (sooner where most members wait); ranks wait for one of their group, then it ends; the
-    # job waits for a group to request a quorum after the others have continued without it, then it is lost
+    # a member waits for others, then they are lost (sooner where most members wait); ranks wait for another rank of their group, then the
+    # group ends; the job waits for a group to request a quorum after the others have continued without it, then that group is lost
     stall_s: float = 60.0
     # age of the oldest operation between groups, at which its generation fails; a last resort
     collective_s: float = 600.0
@@ -349,7 +349,7 @@ class Persist(Effect):
 
 
 class Answer(Effect):
-    """Answer every waiting request of these ids with the quorum, Timeouts and JobLimits; without a request send them down the stream."""
+    """Answer every waiting request of these ids with the quorum, Timeouts and JobLimits; an id without one gets them down its stream."""
 
     replica_ids: tuple[str, ...]
     quorum: Quorum

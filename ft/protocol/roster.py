@@ -80,13 +80,13 @@ class Roster:
         self.lost: OrderedDict[str, str] = OrderedDict()  # id -> reason of the loss
         self.refused_as_lost: set[str] = set()  # lost ids that have been refused as LOST
         self.previous = frozenset[str]()  # ids of the newest quorum issued, which precedes the one that is formed next
-        self._incarnations: frozenset[str] = frozenset()  # of these ids: a lost one comes back under a new id
+        self._incarnations: frozenset[str] = frozenset()  # of these ids: a lost member comes back under a new id
         self.left_cleanly: set[str] = set()  # previous members that left on purpose
         self.no_longer_members: dict[str, float] = {}  # live id -> time of the quorum without it
         self.returning: dict[str, float] = {}  # name of a group just refused as LOST -> end of the wait for its return
         # id that requests a quorum with a fingerprint unlike that of members which may yet come back -> the refusal
         self.mismatched: dict[str, str] = {}
-        # id that sits out -> until; unreachable incarnations
+        # id that sits out -> end of that time, and the incarnations that it cannot work with
         self.sitting: dict[str, tuple[float, frozenset[str]]] = {}
         self._sat: dict[str, int] = {}  # name -> number of times that it sat out
         self.blames: dict[str, frozenset[str]] = {}  # id -> incarnations that it reports it cannot work with
