@@ -122,7 +122,7 @@ def _sockets() -> Iterator[socket.socket]:
 
 
 def _belongs(sock: socket.socket, local: Collection[Address], remote: Collection[Address]) -> bool:
-    """Returns True for a socket of the group that does not listen: if an accept fails, gloo's thread ends the process."""
+    """Returns True for a socket of the group, except for its listening one: if an accept fails, gloo's thread ends the process."""
     ours = _plain(sock.getsockname()) in local
     with suppress(OSError):  # it has no remote end
         ours = ours or _plain(sock.getpeername()) in remote
