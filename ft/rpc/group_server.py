@@ -147,7 +147,7 @@ class Process:
         self.pid, self._proc = pid, proc
         self._handle: int | None = None
         if sys.platform == "linux":
-            with suppress(OSError, AttributeError):  # the latter: Python was built for an older kernel
+            with suppress(OSError, AttributeError):  # AttributeError: Python was built for an older kernel
                 self._handle = os.pidfd_open(pid)
 
     def when_ended(self, do: Callable[[], None]) -> None:
