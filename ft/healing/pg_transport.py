@@ -279,8 +279,8 @@ class _Sender:
             self._store.close()
 
     def _serve(self, number: int) -> bool:
-        """Sends the state for a request. Returns False if the joiner has not received all of it, and notices that its process group ends.
-        Raises Withdrawn if the offer is withdrawn."""
+        """Sends the state for a request. Returns False if the joiner has not received all of it: then it notices that its process group
+        ends. Raises Withdrawn if the offer is withdrawn."""
         offer = self._offer
         self._group, self._tag = self._make(), 0
         try:
