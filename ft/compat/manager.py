@@ -219,7 +219,7 @@ class Manager:
         if load_state_dict is not None and state_dict is not None:
             self.set_state_dict_fns(load_state_dict, state_dict)
         self._pid = os.getpid()  # a fork inherits what is registered
-        # programs for torchft may end without it; then the group's server would kill the other ranks
+        # programs for torchft may end without `shutdown`; then the group's server would kill the other ranks
         atexit.register(self.shutdown, at_exit=True)
 
     def start_quorum(
