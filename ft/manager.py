@@ -235,7 +235,7 @@ class Manager:
         self._prober.start(lambda: process_group.waits_since_s, self._on_unreachable)
         self.client.watch(self._on_notice, self._ended, pid=None if self._options.dies_with_group else 0)
 
-        # heal progress, the attempt that is waited for, unreachable members
+        # reported at once when they change: heal progress, the attempt that is waited for, unreachable members
         def reported(status: Status) -> object:
             launched = self._launched if status.waiting else 0
             return self.healer.progress, launched, self._prober.unreachable
