@@ -22,8 +22,8 @@ all-reduced between the same ranks of all groups. The total becomes `.grad` by p
 copies the same gradients into other buckets, so it reduces the same bits.
 
 Memory: memory.py has the formula; users' tensors take twice their size more, and a quantized bucket that is reduced three buckets.
-Autograd's own gradients live until `deliver`. With keep=False gradients of at least 1 MiB are reduced in place, or, with shared=True, freed
-when they are copied: a failure loses them.
+Autograd's own gradients live until `deliver`. With keep=False those of at least 1 MiB are reduced in place; smaller ones, with shared=True
+or `slots` all, are freed when they are copied. A failure loses both.
 
 `deterministic_reduce` (`slots` = S > 0): addition of floats is not associative, so the bits of one sum depend on the groups that have
 computed the slots. Here the layout has S copies of each gradient, one for each slot. A slot's owner sends its gradients in that copy, all
