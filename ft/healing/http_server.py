@@ -38,7 +38,7 @@ from ft.rpc.access import Access, Endpoint
 MAX_CONNECTIONS = 32  # a joiner with two sources has two at each; with one source, `heal_streams`
 MAX_HEAD_BYTES = 16 << 10
 MAX_FIELDS = 64
-HEAD_S = 10.0  # timeout of a connection's first request, and of a whole head
+HEAD_S = 10.0  # timeout of a whole head, until a connection has sent a valid request
 _REQUEST = re.compile(r"(GET|POST) (/[!-~]{0,255}) HTTP/1\.[01]")
 _FIELD = re.compile(r"([!#$%&'*+.^_`|~0-9A-Za-z-]{1,64}):[ \t]*([\t -~]*?)[ \t]*")
 _PATH = re.compile(r"/heal/(\d{1,18})/(\d{1,18})/(header|body|digests|done)", re.ASCII)
