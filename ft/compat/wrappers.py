@@ -130,7 +130,7 @@ class Optimizer(torch.optim.Optimizer):
 class DistributedSampler(_DistributedSampler[Any]):
     """torch's DistributedSampler over all ranks of all groups: `group_rank` of `num_replicas` ranks of group `replica_rank` of
     `num_replica_groups`. The order is a function of (seed, epoch), set by set_epoch; all ranks together draw the whole dataset, some
-    samples twice where it does not divide evenly, or all but a rest with drop_last.
+    samples twice where it does not divide evenly, or with drop_last all but a remainder.
 
     Replica groups have fixed numbers here, and while one is missing, its share of the epoch is not trained on. Under train.py the ledger
     assigns positions instead (ft/protocol/step.py), and no sample is lost with a group.
