@@ -413,7 +413,7 @@ class Manager:
         self.client.show_event(lane, self.step, text)
 
     def close(self, *, at_exit: bool = False) -> None:
-        """`at_exit`: only what the rest of the job waits for, as no thread can be started at a program's end."""
+        """`at_exit`: does only what the rest of the job waits for, as no thread can be started at a program's end."""
         if self.closed.is_set():
             return
         self.closed.set()

@@ -26,8 +26,8 @@ Named = Sequence[tuple[str, nn.Parameter]]
 
 
 class Fragment:
-    """The weights that are reduced together: `named`, of the model. `optimizer`: their outer optimizer; None: the outer weights are the
-    mean of local ones. `alpha`: weight of a group's local weights, 0 to 1. Raises ValueError for a weight that `optimizer` lacks."""
+    """The weights of a model that are reduced together (`named`). `optimizer`: their outer optimizer; None: the outer weights are the mean
+    of local ones. `alpha`: weight of a group's local weights, 0 to 1. Raises ValueError for a weight that `optimizer` lacks."""
 
     def __init__(self, named: Named, optimizer: torch.optim.Optimizer | None, *, alpha: float = 0.0) -> None:
         self.names = [name for name, _ in named]

@@ -34,9 +34,9 @@ class QueuedWork(GroupWork):
 
 
 class UserAllreduce:
-    """One such all-reduce, over all attempts of a step. `work`: the user's; it never fails, and when it ends the tensor has the result, or
-    on a failure its own values. `mean`: divide the sum by the participants. `keep`: keep the values for a retry. `repeat`: a retry may
-    write the result. `after_buckets`: it was requested after the last backward. `quantized`, `feedback`: as in
+    """All-reduce of one user's tensor, over all attempts of a step. `work`: the user's; it never fails, and when it ends the tensor has the
+    result, or on a failure its own values. `mean`: divide the sum by the participants. `keep`: keep the values for a retry. `repeat`: a
+    retry may write the result. `after_buckets`: it was requested after the last backward. `quantized`, `feedback`: as in
     CollectiveQueue.allreduce_quantized. Raises ValueError for a tensor that cannot have such a result."""
 
     def __init__(
