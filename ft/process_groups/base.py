@@ -373,7 +373,7 @@ class Reaper:
                 )
 
     def wait(self, limit_s: float, *, most: int = 0) -> bool:
-        """Waits until at most `most` generations have not ended. Returns False if more have not within limit_s."""
+        """Waits until at most `most` generations are still ending. Returns False if more are after limit_s."""
         with self._changed:
             return self._changed.wait_for(lambda: len(self._pending) <= most, limit_s)
 
