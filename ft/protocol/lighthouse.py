@@ -346,7 +346,7 @@ class LighthouseMachine:
         elif decision.members:
             self._issue(decision, now_s)
         elif roster.sitting:
-            # Readmits them if there can be no quorum without them; those whose heals failed only after the join timeout.
+            # Readmits ids if there can be no quorum without them; those that sit out for failed heals only after the join timeout.
             alone = roster.healthy_count() < least and roster.waited(now_s) >= join_s
             if len(roster.candidates) < least and roster.readmit(now_s, early=True, unhealed=alone):
                 self._evaluate(now_s)

@@ -246,7 +246,7 @@ class MemberLost(Notice):
 
 
 class GenerationAborted(Notice):
-    """The generation is over, since a member reports that it failed or a newer one has replaced it: every wait on it ends."""
+    """The generation is over, since a member reports its failure or a newer generation has replaced it: every wait on it ends."""
 
     reason: str = ""
 
@@ -312,7 +312,7 @@ class Report(Event):
     replica_id: str
     step: int  # VOID while healing
     commit_quorum_id: int = 0
-    # True, of a group: all its ranks have entered the all-reduce with other groups, and some are still in it; in a report of one rank, to
+    # True in a group's report: all its ranks have entered the all-reduce with other groups, and some are still in it; in a rank's report to
     # its group's server: this rank has entered it (telemetry.Status)
     waiting: bool = False
     median_step_s: float = 0.0

@@ -101,8 +101,8 @@ class QuorumRecord:
                     heal.quorum_id = 0
 
     def leave_behind(self, old: Quorum | None) -> None:
-        """Notifies members of the old quorum that are not in this one, and may be in a collective of the old one; all of them, if its epoch
-        has given way to a reported one."""
+        """Notifies members of the old quorum that are not in this one, as they may be in a collective of the old one; all members, if the
+        old epoch has given way to a reported one."""
         if old:
             same, quorum_id = old.epoch == self.quorum.epoch, self.quorum.quorum_id
             out = tuple(i for i in old.ids if not (same and i in self._roster.previous) and i in self._roster.peers)
