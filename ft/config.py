@@ -198,7 +198,7 @@ class FaultTolerance:
             value = getattr(self, key)
             shown = f'"{value}"' if isinstance(value, str) else str(value).lower()
             raise ValueError(f"fault_tolerance.{key} = {shown}: {why}")
-        for lower, x, relation, upper, y in self.times.check_timeout_order():
+        for lower, x, relation, upper, y in self.times.timeout_order_violations():
             raise ValueError(
                 f"fault_tolerance.{lower} = {x:g}: must {relation} fault_tolerance.{upper} = {y:g}: the longer timeout "
                 "relies on a result of the shorter one"

@@ -131,7 +131,7 @@ class Gradients:
         self._attempt: _Attempt | None = None
         self._step = _StepState()
         self._in_last_backward = False
-        self._made = 0  # number of buffer sets, including those in use
+        self._set_count = 0  # number of buffer sets, including those in use
         self._delivered: GradBuffers | None = None  # set that .grad may point into
         self._held: dict[int, _Attempt] = {}  # by step: attempts that `hold` has set aside
 
@@ -173,14 +173,14 @@ class Gradients:
         return deque(self._make_set() for _ in range(KEPT_SETS))
 
     def _make_set(self) -> GradBuffers:
-        self._made += 1
+        self._set_count += 1
         return GradBuffers(self._layout, self._parameters * self._copies, shared=self._shared)
 
     def _return_set(self, buffers: GradBuffers) -> None:
         """Returns a set to the unused ones, or frees it if there are more than KEPT_SETS. From any thread."""
         with self._lock:
-            if self._made > KEPT_SETS:
-                self._made -= 1
+            if self._set_count > KEPT_SETS:
+                self._set_count -= 1
             else:
                 self._free_sets.append(buffers)
 

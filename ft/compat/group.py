@@ -23,7 +23,7 @@ import grpc
 
 from ft.protocol import messages as m
 from ft.protocol.group import GroupConfig
-from ft.protocol.rules import reference_state, validate_request
+from ft.protocol.rules import reference_state, request_problem
 from ft.rpc import codec
 from ft.rpc.access import Access
 from ft.rpc.driver import now_s
@@ -296,6 +296,6 @@ def _member(member: m.Member) -> tuple[m.Member, QuorumIds]:
             f"{member.replica_id} is not a group of Pharos: a quorum must not have groups of both torchft and Pharos"
         ) from None
     found = codec.from_message(m.Member, message)
-    if problem := validate_request(m.Call(found)):
+    if problem := request_problem(m.Call(found)):
         raise ValueError(problem)
     return found, QuorumIds(offset, newest, str(members))

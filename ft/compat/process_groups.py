@@ -27,10 +27,10 @@ class ProcessGroupDummy(ProcessGroup):
         self.configure("localhost:1/dummy", rank, world)
 
     def _build(self, rendezvous: Rendezvous) -> Engine:
-        return _Alone()
+        return _DummyEngine()
 
 
-class _Alone:
+class _DummyEngine:
     def start(self, operation: Operation, ended: Ended) -> None:
         outputs, inputs = operation.outputs(), operation.inputs()
         if inputs and outputs and inputs[0] is not outputs[0]:

@@ -48,7 +48,8 @@ class Feed:
         self.history = History(service.machine)
         self.reported, self.on_timeline_event = self.history.reported, self.history.on_timeline_event
         self.view = View(service, self.history, takes_orders=takes_orders)
-        self.boot = secrets.token_hex(4)  # part of event ids, so that those of a former lighthouse process are invalid
+        # part of event ids, so that those of a former lighthouse process are invalid
+        self.process_tag = secrets.token_hex(4)
         self.watchers: dict[asyncio.Transport, float] = {}  # watcher -> start of its current write; 0: none
         self.ring: deque[bytes] = deque()  # the newest update last; its number is self._number
         self._number = 0
@@ -58,9 +59,9 @@ class Feed:
         self._new_update = asyncio.Event()
         self._over = False
 
-    def saw(self, event: m.Event, out: m.Out) -> None:
+    def on_event(self, event: m.Event, out: m.Out) -> None:
         """Called with each tick, each leave, and each event that had an effect."""
-        self.history.saw(event, out)
+        self.history.on_event(event, out)
         if isinstance(event, m.Tick) and self.awake:
             self._tick(now_s())
 
@@ -96,7 +97,7 @@ class Feed:
     def _bytes(self, parts: Parts) -> bytes:
         """Returns the events of an update. Only the last one has the id, so a watcher that has the id has all of them."""
         *first, last = messages(parts, time.time())
-        lines = [*(f"data: {text}\n\n" for text in first), f"id: {self.boot}-{self._number}\ndata: {last}\n\n"]
+        lines = [*(f"data: {text}\n\n" for text in first), f"id: {self.process_tag}-{self._number}\ndata: {last}\n\n"]
         return "".join(lines).encode()
 
     async def stream(self, request: web.Request) -> web.StreamResponse:
@@ -127,7 +128,7 @@ class Feed:
             self._number += 1  # so that the ids of earlier watchers are too old
             self.view.changes()
         # number of the update that the watcher has; -1: none, or of a former lighthouse process
-        known = re.fullmatch(f"{self.boot}-([0-9]{{1,15}})", last_id)
+        known = re.fullmatch(f"{self.process_tag}-([0-9]{{1,15}})", last_id)
         read = int(known[1]) if known and int(known[1]) <= self._number else -1
         while not self._over:
             if read < self._number - len(self.ring):  # a new watcher, or one that is too late for the ring buffer

@@ -89,7 +89,7 @@ class History:
             self.gone[replica_id] = Departure(0.0, "", clean=False)
         self._see_quorum()
 
-    def saw(self, event: m.Event, out: m.Out) -> None:
+    def on_event(self, event: m.Event, out: m.Out) -> None:
         self._see_departures(event.replica_id if isinstance(event, m.Leave) and event.clean else "")
         for effect in out.effects:
             if isinstance(effect, m.Answer):

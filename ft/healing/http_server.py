@@ -286,7 +286,7 @@ class _Connection:
     def _send_at_once(self, views: list[memoryview]) -> list[memoryview]:
         """Sends as much as the kernel accepts at once. Returns the rest."""
         with contextlib.suppress(BlockingIOError):
-            return after(self._sock.sendmsg(views), views) if views else []
+            return without_first(self._sock.sendmsg(views), views) if views else []
         return views
 
     def _wait_for_room(self) -> None:
@@ -294,7 +294,7 @@ class _Connection:
             raise TimeoutError("the joiner receives nothing")
 
 
-def after(count: int, views: Sequence[memoryview]) -> list[memoryview]:
+def without_first(count: int, views: Sequence[memoryview]) -> list[memoryview]:
     """Returns these parts without their first `count` bytes."""
     left = list(views)
     while left and count >= len(left[0]):

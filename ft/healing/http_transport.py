@@ -27,7 +27,7 @@ from typing import Any
 
 from ft.healing.capture import StagingBuffer, StateView, TensorPayload
 from ft.healing.format import DIGEST_BYTES, MAX_HEADER_BYTES, FormatError, StateManifest, chunk_digest
-from ft.healing.http_server import MAX_HEAD_BYTES, HealServer, after
+from ft.healing.http_server import MAX_HEAD_BYTES, HealServer, without_first
 from ft.healing.transport import (
     VALIDITY_TOKEN_BYTES,
     HealConfig,
@@ -149,12 +149,12 @@ class SourceConnection:
     def fill(self, *parts: memoryview) -> None:
         """Receives into `parts`. Raises OSError if the connection ends before, or is silent for too long."""
         assert self._sock is not None
-        views = after(0, parts)
+        views = without_first(0, parts)
         while views:
             count = self._sock.recvmsg_into(views, 0, socket.MSG_WAITALL)[0]
             if not count:
                 raise ConnectionResetError(self.ended or "it closed the connection before the end")
-            views = after(count, views)
+            views = without_first(count, views)
 
     def read_checked(self, length: int, what: str) -> bytes:
         """Reads data that is followed by its digest and the validity token. Raises SourceFailed and OSError."""
@@ -263,7 +263,7 @@ class HttpFetch:
 
     def _receive(self, connection: SourceConnection) -> None:
         try:
-            body = self._agree(self._header_of(connection))
+            body = self._body_of(self._header_of(connection))
             staging = StagingBuffer(body)
             while stripe := self._claim_stripe(connection):
                 self._receive_stripe(connection, body, staging, *stripe)
@@ -287,7 +287,7 @@ class HttpFetch:
     def _fetch_digests(self, connection: SourceConnection) -> None:
         """Fetches the digests of a source's chunks. If that fails, only the chosen source is used."""
         try:
-            body = self._agree(self._header_of(connection))
+            body = self._body_of(self._header_of(connection))
             length = connection.request("GET", "digests")
             if length != DIGEST_BYTES * (body.manifest.chunks + 1) + VALIDITY_TOKEN_BYTES:
                 raise SourceFailed(f"digests of {length} bytes")
@@ -310,7 +310,7 @@ class HttpFetch:
             raise SourceFailed(f"a header of {length} bytes")
         return connection.read_checked(length, "its header was")
 
-    def _agree(self, header: bytes) -> TensorPayload:
+    def _body_of(self, header: bytes) -> TensorPayload:
         """Returns the body that the first header describes. Raises SourceFailed if `header` differs, FormatError if our state does."""
         with self._lock:
             if self._body is None:

@@ -137,12 +137,12 @@ class Timeouts:
 
     def incompatible_timeouts(self, theirs: Timeouts) -> list[str]:
         """Returns the reasons why a group with these timeouts may not join a lighthouse that has `theirs`; empty: it may."""
-        bad = [f"{a} = {x:g} must {relation} {b} = {y:g}" for a, x, relation, b, y in self.check_timeout_order()]
+        bad = [f"{a} = {x:g} must {relation} {b} = {y:g}" for a, x, relation, b, y in self.timeout_order_violations()]
         bad += [f"beat_s = {self.beat_s:g} must not exceed {MAX_BEAT_S:g}"] * (self.beat_s > MAX_BEAT_S)
         alike = [(n, getattr(self, n), getattr(theirs, n)) for n in ("heartbeat_timeout_s", "heal_grace_s")]
         return bad + [f"{n} = {ours}: the lighthouse has {other}" for n, ours, other in alike if ours != other]
 
-    def check_timeout_order(self) -> list[tuple[str, float, str, str, float]]:
+    def timeout_order_violations(self) -> list[tuple[str, float, str, str, float]]:
         """Returns the pairs of successive timeouts in the wrong order: (name, seconds, "be below" or "not exceed", next name, its
         seconds)."""
         names = ("beat_s", "heartbeat_timeout_s", "rendezvous_s", "heal_grace_s", "takeover_s", "collective_s")

@@ -88,7 +88,7 @@ class Roster:
         self.mismatched: dict[str, str] = {}
         # id that sits out -> end of that time, and the incarnations that it cannot work with
         self.sitting: dict[str, tuple[float, frozenset[str]]] = {}
-        self._sat: dict[str, int] = {}  # name -> number of times that it sat out
+        self._times_sat_out: dict[str, int] = {}  # name -> number of times that it sat out
         self.blames: dict[str, frozenset[str]] = {}  # id -> incarnations that it reports it cannot work with
         self._pairs: tuple[tuple[str, ...], Pairs] | None = None  # last argument and result of pairs()
         self.heals: OrderedDict[str, HealState] = OrderedDict()  # by name
@@ -290,13 +290,13 @@ class Roster:
                 unreachable[replica_id] |= pair - {replica_id}
         for replica_id in sorted(ids):
             name = m.name_of(replica_id)
-            times = self._sat.pop(name, 0)
-            self._sat[name] = times + 1
+            times = self._times_sat_out.pop(name, 0)
+            self._times_sat_out[name] = times + 1
             until_s = now_s + min(MAX_SIT_OUT_S, SIT_OUT_S * 2 ** min(times, 16))
             self.sitting[replica_id] = until_s, frozenset(map(m.incarnation_of, unreachable[replica_id]))
             self.update_sets(replica_id)
-        while len(self._sat) > LOST_KEPT:
-            self._sat.pop(next(iter(self._sat)))
+        while len(self._times_sat_out) > LOST_KEPT:
+            self._times_sat_out.pop(next(iter(self._times_sat_out)))
 
     def on_heal(self, member: Member, now_s: float) -> None:
         """Counts a heal of the previous quorum as failed if its member requests the next quorum without a state."""

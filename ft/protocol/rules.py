@@ -85,7 +85,7 @@ def decide(roster: Roster, now_s: float, *, settled: int, min_replicas: int, joi
     return Decision(reason=reason, must_restore=unrestored)
 
 
-def validate_request(event: Call) -> str:
+def request_problem(event: Call) -> str:
     """Returns the reason why a quorum request has impossible values; "": it has none. Servers check it before a machine is fed. torchft's
     members may omit world size and addresses."""
     member = event.member

@@ -334,7 +334,7 @@ class StepMachine:
         self.settled = 0  # newest step that is final (ReportSettled)
         self.void = config.restores  # True: it has no complete state, and is neither source nor contributor
         self.quorum: QuorumResult | None = None
-        self._due = True  # True: the next step begins with a quorum
+        self._quorum_due = True  # True: the next step begins with a quorum
         self._generation_failed = False  # False again once a quorum is answered
         self.finished = False  # True: a group has left after the last step was saved
         # why no further attempt is launched on the current generation, so that Seam.needs_new_quorum is True; empty: one may be
@@ -451,15 +451,15 @@ class StepMachine:
     def _on_begin(self, now_s: float) -> None:
         """Enters the next step, or first requests a quorum or waits for a state."""
         is_full = len(self._held) >= self.config.heal_backlog
-        if self.heal and self.heal.agreed and (self._due or is_full):
+        if self.heal and self.heal.agreed and (self._quorum_due or is_full):
             self._take_state()
             self._on_begin(now_s)
-        elif self.heal and (self._due or is_full) and self.abort_reason:  # no further notice would end the wait
+        elif self.heal and (self._quorum_due or is_full) and self.abort_reason:  # no further notice would end the wait
             self._fail(self.abort_reason, now_s)
-        elif self.heal and (self._due or is_full):
+        elif self.heal and (self._quorum_due or is_full):
             self.phase, self._awaits_since_s = Phase.AWAITING_STATE, now_s
             self.reason = f"{len(self._held)} steps are held, the state has not arrived"
-        elif self._due:
+        elif self._quorum_due:
             self._ask("a quorum is due")
         elif self._heal_failed and is_full:
             self._fail("the heal failed, and no more steps can be held", now_s)
@@ -492,7 +492,7 @@ class StepMachine:
         self._attempt = self._attempt + 1 if same else 0
         self.quorum, self._collective_step = quorum, quorum.reference[0]
         self._tail_slots = quorum.assigned or self.ledger.slot_count(len(quorum.participants))
-        self._due = self._generation_failed = False
+        self._quorum_due = self._generation_failed = False
         self.abort_reason, self._wants_change, self._attempt_failure = "", "", None
         self._unable_attempts, self._assignment_dropped, self._healed_in_generation = 0, False, False
         self._heal_uncommitted, self._offering = quorum.heal, bool(quorum.recover_dst_replica_ranks)
@@ -674,20 +674,24 @@ class StepMachine:
             )
         if self._copied:  # until the tail has a digest of it: then the others have compared the copy
             self._copied = member_digest(tail.digests, quorum.replica_rank) == NONE
-        self.phase, self._due, self._failures_in_a_row = Phase.BOUNDARY, outcome.change or self.config.every_step, 0
+        self.phase, self._quorum_due, self._failures_in_a_row = (
+            Phase.BOUNDARY,
+            outcome.change or self.config.every_step,
+            0,
+        )
         if outcome.change and len(quorum.members) == 1:
             # Others want to join, and the state would be lost with this group. Decided by the outcome, as some ranks may not know it yet.
             self._leave_announced = False
         if not any(tail.tokens):  # no group that was assigned a slot is left (else there would be counts, or UNABLE)
             self.ledger.drop()
             self._drop_gradients()
-            self._assignment_dropped = self._due = True
+            self._assignment_dropped = self._quorum_due = True
             self.reason = f"step {describe_step(self._collective_step + 1)}: no group with an assigned slot is left; a new assignment"
             self._on_begin(now_s)
         elif max(tail.tokens) <= 0:
             self._stop_for_slots("none of its slots could contribute")
         elif self.void:
-            self._held.append((tail, self._due))
+            self._held.append((tail, self._quorum_due))
             self._collective_step += 1
             self._tail_slots = self.ledger.slot_count(len(quorum.participants))
             self._out.append(m.HoldSums(self._collective_step))
@@ -759,14 +763,14 @@ class StepMachine:
         self.contribution = LocalContribution()
         self._unable_attempts = 0
         self.reason = f"step {self.step % STEPS_PER_BRANCH} is committed"
-        if not self._due:
+        if not self._quorum_due:
             self._tail_slots = len(self.ledger.assign(quorum.participants))
         if exhausted_slots and not self.config.skip_unable:
             self._stop(f"slots {exhausted_slots} could not be trained on in {MAX_UNABLE} steps", exhausted_slots)
 
     def _fail(self, why: str, now_s: float) -> None:
         """Ends the generation as failed. Computed gradients are kept for the next one if they can be reduced again."""
-        self._generation_failed, self._due = True, True
+        self._generation_failed, self._quorum_due = True, True
         self._failures_in_a_row += 1
         if self.quorum:
             self._out.append(m.AbandonGeneration(self.quorum.quorum_id))
@@ -849,10 +853,10 @@ class StepMachine:
         self.settled = min(self.settled, self.step)  # later steps that this group had settled are of another history
         self.void, self._healed_in_generation, self._wants_change = False, True, "healed, and has no slots yet"
         self._out.append(m.LoadState(self.step))
-        held, self._held, due = self._held, [], self._due
-        for tail, self._due in held:
+        held, self._held, due = self._held, [], self._quorum_due
+        for tail, self._quorum_due in held:
             self._commit(tail, held=True)
-        self._due = due
+        self._quorum_due = due
         if self._assignment_dropped:
             self.ledger.drop()
         self.reason = f"healed, {len(held)} held steps applied: step {describe_step(self.step)}"
@@ -894,7 +898,7 @@ class StepMachine:
         self._drop_gradients()
         self._drop_held()
         self.heal, self._heal_failed = None, False
-        self.phase, self.void, self._generation_failed, self._due = Phase.BOUNDARY, True, True, True
+        self.phase, self.void, self._generation_failed, self._quorum_due = Phase.BOUNDARY, True, True, True
         self.reason = f"goes back to a checkpoint: {why}"
 
     def _begin_branch(self, spiked: dict[str, Any], why: str) -> None:

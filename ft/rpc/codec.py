@@ -2,7 +2,7 @@
 
 A dataclass and its message in pharos.proto have the same fields and the same name (pharos.proto lists the exceptions), so one converter per
 dataclass is made from its type hints. torchft's messages differ and have functions of their own. Lengths, ranges and legal values are
-checked here, consistency by rules.validate_request; both lead to ValueError, which a server turns into INVALID_ARGUMENT.
+checked here, consistency by rules.request_problem; both lead to ValueError, which a server turns into INVALID_ARGUMENT.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 from google.protobuf.message import DecodeError, Message
 
 from ft.protocol import messages as m
-from ft.protocol.rules import MAX_STEP, MAX_TEXT, validate_request
+from ft.protocol.rules import MAX_STEP, MAX_TEXT, request_problem
 from ft.rpc.generated import pharos_pb2, torchft_pb2
 
 T = TypeVar("T")
@@ -232,7 +232,7 @@ def quorum_from(message: pharos_pb2.Quorum) -> m.Quorum:
         raise ValueError(f"a fingerprint of {len(message.fingerprint)} digests: legal is up to {MAX_DIGESTS}")
     quorum = from_message(m.Quorum, message)
     for member in quorum.members:
-        if problem := validate_request(m.Call(member, known=quorum.quorum_id)):
+        if problem := request_problem(m.Call(member, known=quorum.quorum_id)):
             raise ValueError(problem)
     if quorum.quorum_id < 1 or not quorum.members or list(quorum.ids) != sorted(set(quorum.ids)):
         raise ValueError(f"quorum {quorum.quorum_id}: its {len(quorum.members)} members must be sorted and unique")

@@ -20,7 +20,7 @@ from typing import Any, Protocol
 from ft.protocol import messages as m
 from ft.protocol.lighthouse import LighthouseConfig, LighthouseMachine
 from ft.protocol.roster import takeover_order_s
-from ft.protocol.rules import MAX_STEP, validate_request
+from ft.protocol.rules import MAX_STEP, request_problem
 from ft.rpc import codec, state_file
 from ft.rpc.driver import Driver, Observer, now_s
 from ft.rpc.generated import pharos_pb2, torchft_pb2
@@ -38,7 +38,7 @@ _NUMBER = re.compile(r"[\d.]+")
 class DashboardListener(Protocol):
     """Listener of the dashboard (ft/dashboard). Called on the loop for each event of each group, so it must only record."""
 
-    def saw(self, event: m.Event, out: m.Out) -> None: ...  # at each tick, leave, and event that had an effect
+    def on_event(self, event: m.Event, out: m.Out) -> None: ...  # at each tick, leave, and event that had an effect
     def reported(self, report: Any) -> None: ...  # report: a pharos_pb2.Report of a connected group
     def on_timeline_event(self, replica_id: str, event: Any) -> None: ...  # a pharos_pb2.TimelineEvent
     def end(self) -> None: ...  # the last call
@@ -82,7 +82,7 @@ class LighthouseService:
         times = self.config.times
         self._answer_every_s = min((times.takeover_s or 30.0) / 12, times.heartbeat_timeout_s / 2)
         handlers: dict[type[m.Effect], Callable[[Any], asyncio.Future[None] | None]] = {
-            m.Persist: lambda e: self.state_writer.keep(e.saved) if self.state_writer else None,
+            m.Persist: lambda e: self.state_writer.schedule_write(e.saved) if self.state_writer else None,
             m.Answer: self._answer,
             m.Refuse: self._refuse,
             m.MustRestore: self._must_restore,
@@ -333,7 +333,7 @@ class LighthouseService:
             self._logged_reason = out.reason
             log.info("%s", out.reason)
         if out.effects or isinstance(event, m.Tick | m.Leave):
-            self._show(lambda dashboard: dashboard.saw(event, out))
+            self._show(lambda dashboard: dashboard.on_event(event, out))
         if self._observer:
             self._observer(now_s, event, out)
 
@@ -351,7 +351,7 @@ class LighthouseService:
 def _check(call: m.Call) -> None:
     """Raises ValueError for a quorum request with impossible or too large values."""
     member = call.member
-    if problem := validate_request(call):
+    if problem := request_problem(call):
         raise ValueError(problem)
     handles = member.reconfigure_handles
     if len(member.data) > MAX_DATA or (handles and sum(map(len, handles)) + len(handles) > MAX_HANDLES):

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import get_args
 
 from ft.protocol import messages as m
-from ft.protocol.rules import MAX_STEP, validate_request
+from ft.protocol.rules import MAX_STEP, request_problem
 
 FORMAT = "pharos lighthouse 1"
 RESERVED = 1000  # ids above the file's last_id that may be issued while the disk fails; a restart begins after them
@@ -71,7 +71,7 @@ def _check(saved: m.PersistentState) -> None:
     if quorum := saved.quorum:
         if list(map(type, quorum.reference)) != [int, int, str]:
             raise ValueError(f"invalid reference {quorum.reference}")
-        problems = [validate_request(m.Call(member, saved.kind, known=quorum.quorum_id)) for member in quorum.members]
+        problems = [request_problem(m.Call(member, saved.kind, known=quorum.quorum_id)) for member in quorum.members]
         if not quorum.members or any(problems) or list(quorum.ids) != sorted(set(quorum.ids)):
             raise ValueError(f"quorum {quorum.quorum_id}: its members are invalid, unsorted or none")
 
@@ -199,7 +199,7 @@ class StateFileWriter:
             log.warning("%s", error)
         return cls(path, owner, saved, trouble=trouble), saved
 
-    def keep(self, saved: m.PersistentState) -> asyncio.Future[None] | None:
+    def schedule_write(self, saved: m.PersistentState) -> asyncio.Future[None] | None:
         """Schedules a write. Returns a future if later effects must wait for the disk, else None. Raises Superseded."""
         if self._over:
             raise self._over

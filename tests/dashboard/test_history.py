@@ -31,7 +31,7 @@ class Job:
     def feed(self, event: m.Event) -> None:
         out = self.machine.handle(event, self.now_s)
         if out.effects or isinstance(event, m.Tick | m.Leave):
-            self.history.saw(event, out)
+            self.history.on_event(event, out)
 
     def report(self, replica_id: str, step: int, **figures: Any) -> None:
         self.history.reported(pharos_pb2.Report(replica_id=replica_id, step=step, **figures))

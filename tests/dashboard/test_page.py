@@ -189,7 +189,7 @@ def test_another_life_of_the_lighthouse_is_told_from_its_beginning(job: Jobs, ta
     page.evaluate("document.querySelector('tbody tr').id = 'of-old'")
 
     def begin_anew() -> None:
-        one.feed.boot = "another"  # what was said before means nothing now
+        one.feed.process_tag = "another"  # what was said before means nothing now
         for watcher in one.feed.watchers:
             watcher.abort()
 

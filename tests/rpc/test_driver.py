@@ -213,7 +213,7 @@ def test_a_new_id_is_on_disk_before_what_follows(tmp_path: Path):
         five = replace(SAVED, last_id=5)
         others = (replace(five, settled=1), replace(five, epoch="other"), replace(five, epoch="other", kind="torchft"))
         for saved in (SAVED, five, *others):
-            written = state_writer.keep(saved)
+            written = state_writer.schedule_write(saved)
             assert written is not None
             await written
             assert state_file.read(path) == saved
@@ -225,9 +225,9 @@ def test_the_same_id_is_written_later_and_at_the_latest_at_the_end(tmp_path: Pat
     path = tmp_path / "state.json"
 
     async def story(state_writer: state_file.StateFileWriter) -> None:
-        await (state_writer.keep(SAVED) or asyncio.sleep(0))
-        assert state_writer.keep(replace(SAVED, settled=8)) is None
-        assert state_writer.keep(replace(SAVED, settled=9)) is None
+        await (state_writer.schedule_write(SAVED) or asyncio.sleep(0))
+        assert state_writer.schedule_write(replace(SAVED, settled=8)) is None
+        assert state_writer.schedule_write(replace(SAVED, settled=9)) is None
         assert state_file.read(path) == SAVED
 
     _keep(path, story)
@@ -285,7 +285,7 @@ def test_who_starts_on_a_read_only_disk_takes_over_when_it_can_write(tmp_path: P
         options = LighthouseOptions(LighthouseConfig(), [Endpoint("127.0.0.1", 0)], state=path)
         async with serve(options, writer=Writer) as (service, _):
             assert service.state_writer is not None and "Read-only" in service.state_writer.trouble
-            waits = service.state_writer.keep(replace(SAVED, last_id=SAVED.last_id + state_file.RESERVED + 1))
+            waits = service.state_writer.schedule_write(replace(SAVED, last_id=SAVED.last_id + state_file.RESERVED + 1))
             assert waits is not None
             await asyncio.sleep(0.01)
             assert not waits.done() and state_file.read(path) == SAVED
@@ -316,7 +316,7 @@ def test_who_has_taken_over_late_goes_on_after_one_more_disk_error(tmp_path: Pat
     async def story() -> None:
         state_writer = Writer(path, "ours", SAVED, trouble=str(READ_ONLY))
         newer = replace(SAVED, last_id=SAVED.last_id + 5000)
-        await (state_writer.keep(newer) or asyncio.sleep(0))
+        await (state_writer.schedule_write(newer) or asyncio.sleep(0))
         assert not broken and state_file.read(path) == newer
         with pytest.raises(state_file.Superseded):
             state_file.write(path, SAVED, first)
@@ -335,7 +335,7 @@ def test_who_could_not_take_over_goes_on_from_no_file_that_was_anothers_since(tm
             other = first if late else state_file.acquire(path)
             state_file.write(path, replace(SAVED, last_id=9), other)
             with pytest.raises(state_file.Superseded):
-                await (state_writer.keep(replace(SAVED, last_id=SAVED.last_id + 5000)) or asyncio.sleep(0))
+                await (state_writer.schedule_write(replace(SAVED, last_id=SAVED.last_id + 5000)) or asyncio.sleep(0))
             await state_writer.close()
 
         asyncio.run(story())
@@ -350,9 +350,9 @@ def test_what_may_wait_does_not_pile_up_before_a_disk_that_hangs(tmp_path: Path)
         state_file.write(path, saved, owner)
 
     async def story(state_writer: state_file.StateFileWriter) -> None:
-        await (state_writer.keep(SAVED) or asyncio.sleep(0))
+        await (state_writer.schedule_write(SAVED) or asyncio.sleep(0))
         for settled in range(4, 40):
-            state_writer.keep(replace(SAVED, settled=settled))
+            state_writer.schedule_write(replace(SAVED, settled=settled))
             while len(late) < 2:
                 await asyncio.sleep(0.001)
             for _ in range(3):
@@ -376,14 +376,14 @@ def test_a_disk_that_fails_holds_back_no_quorum_whose_id_is_reserved(tmp_path: P
         state_file.write(path, saved, owner)
 
     async def story(state_writer: state_file.StateFileWriter) -> None:
-        await (state_writer.keep(SAVED) or asyncio.sleep(0))
+        await (state_writer.schedule_write(SAVED) or asyncio.sleep(0))
         goes_on.clear()
         for number in (1, 2, state_file.RESERVED):
-            await asyncio.wait_for(state_writer.keep(replace(SAVED, last_id=SAVED.last_id + number)), 50)
+            await asyncio.wait_for(state_writer.schedule_write(replace(SAVED, last_id=SAVED.last_id + number)), 50)
         found = state_file.read(path)
         assert found == SAVED and state_file.reserved(found).last_id == SAVED.last_id + state_file.RESERVED
         one_more = replace(SAVED, last_id=SAVED.last_id + state_file.RESERVED + 1)
-        waits = state_writer.keep(one_more)
+        waits = state_writer.schedule_write(one_more)
         assert waits is not None
         await asyncio.sleep(0.05)
         assert not waits.done(), "an id that nothing reserves is on disk before it is answered"
@@ -441,12 +441,12 @@ def test_who_was_replaced_ends_with_what_it_would_write(tmp_path: Path):
     path = tmp_path / "state.json"
 
     async def story(state_writer: state_file.StateFileWriter) -> None:
-        await (state_writer.keep(SAVED) or asyncio.sleep(0))
+        await (state_writer.schedule_write(SAVED) or asyncio.sleep(0))
         state_file.acquire(path)
         with pytest.raises(state_file.Superseded):
-            await (state_writer.keep(replace(SAVED, last_id=5)) or asyncio.sleep(0))
+            await (state_writer.schedule_write(replace(SAVED, last_id=5)) or asyncio.sleep(0))
         with pytest.raises(state_file.Superseded):
-            state_writer.keep(SAVED)
+            state_writer.schedule_write(SAVED)
 
     _keep(path, story)
 
