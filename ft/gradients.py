@@ -105,6 +105,8 @@ class Gradients:
     For the thread of the step: the trainer's, or autograd's while the trainer is in `backward`. Only the hooks and the callable that
     `abandon` returns may run in others."""
 
+    can_run_ahead = True  # False: its hooks need an attempt that has begun
+
     def __init__(
         self,
         *,

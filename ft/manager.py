@@ -631,7 +631,7 @@ class Manager:
         backward or a body needs an attempt that has begun."""
         machine, options, until = self.machine, self._options, self._until
         is_first_or_last = not self._has_committed or (until is not None and self.step + 1 >= until)
-        needs_attempt = options.zeros_wait or options.deterministic_reduce or type(self.gradients) is not Gradients
+        needs_attempt = options.zeros_wait or options.deterministic_reduce or not self.gradients.can_run_ahead
         needs_attempt = needs_attempt or not options.keep_gradients or bool(machine.contribution.tokens)
         if self._assignment is not None or is_first_or_last or needs_attempt or not (slots := machine.owned_slots()):
             return None

@@ -59,6 +59,8 @@ class FragmentGradients(Gradients):
     the round's number determines the current fragment, so all groups send the same one. `attach` is called once for each fragment, in their
     order. `dropped`: True after `drop`, until the manager resets it. last_backward, all_reduce and can_repeat are not supported."""
 
+    can_run_ahead = False
+
     def __init__(self, *, shared: bool = False, quantized: bool = False, bucket_bytes: int = BUCKET_BYTES) -> None:
         super().__init__(shared=shared, quantized=quantized, bucket_bytes=bucket_bytes)
         self._fragments: list[Gradients] = []
