@@ -59,6 +59,8 @@ class Split:
 
 
 class Launches(Gradients):
+    can_run_ahead = False  # begin_attempt is where rank 1 waits, before the trainer computes
+
     def __init__(self, split: Split, group_rank: int) -> None:
         super().__init__()
         self.split, self.group_rank = split, group_rank
