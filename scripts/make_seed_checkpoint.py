@@ -80,7 +80,7 @@ def make_seed(config: RunConfig, log: Log, *, chunk_bytes: int = CHUNK_BYTES, dr
     states = {"model": ModelState([model])}
     with (
         closing(bar),
-        closing(RunLock(config.run_folder)),
+        closing(RunLock(config.run_folder, log=log.warning)),
         closing(Checkpointer(config.checkpoint, config.run_folder, states, log=log)) as checkpointer,
     ):
         checkpointer.load()  # raises if the run has begun; removes leftovers of a killed process

@@ -279,10 +279,10 @@ def lock_groups(folder: Path) -> ExitStack:
 
     locks = ExitStack()
     try:
-        locks.enter_context(closing(RunLock(folder.parent, shared=True)))
-        locks.enter_context(closing(RunLock(folder)))
+        locks.enter_context(closing(RunLock(folder.parent, shared=True, log=say)))
+        locks.enter_context(closing(RunLock(folder, log=say)))
         for group in sorted(folder.glob("*/lock")):
-            RunLock(group.parent).close()
+            RunLock(group.parent, log=say).close()
     except ValueError:
         locks.close()
         raise

@@ -257,9 +257,9 @@ class Components:
         config, folder, metrics = self.config, self.config.run_folder, self.config.metrics
         shared = config.fault_tolerance.enable
         if self.world.global_rank == 0:
-            self.cleanup.enter_context(closing(RunLock(folder, shared=shared)))
+            self.cleanup.enter_context(closing(RunLock(folder, shared=shared, log=self.log.warning)))
             if shared:
-                self.cleanup.enter_context(closing(RunLock(self.group_folder)))
+                self.cleanup.enter_context(closing(RunLock(self.group_folder, log=self.log.warning)))
         self.metrics_processor = MetricsProcessor(
             metrics,
             log=self.log,

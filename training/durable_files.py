@@ -9,7 +9,7 @@ import secrets
 import shutil
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
@@ -17,6 +17,7 @@ from typing import IO
 WRITE_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)  # errors of a write, which name no file
 BLOCK_BYTES = 64 << 10  # bytes per read of `lines_from_end`
 LOCK_S = 2.0  # longest wait for a lock, which a live writer holds for one write
+DEAD_LOCK_S = 300  # for so long file servers keep a lock of a machine that has died: NFS 90 s, CephFS 300 s
 
 
 class AppendedFile:
@@ -164,29 +165,56 @@ def _replacement(path: Path) -> Iterator[IO[bytes]]:
 
 class RunLock(AppendedFile):
     """Locks a run's folder until `close` or the process ends: two launches would remove each other's partial saves. Raises ValueError if
-    locked. `shared`: for a job of replica groups, which share the run's folder with each other, but not with a launch without groups."""
+    locked; if by another machine, only after DEAD_LOCK_S, of which `log` is told: that one may have died, and the launch in its place must
+    not end as one with bad input, which is not restarted. `shared`: for a job of replica groups, which share the run's folder with each
+    other, but not with a launch without groups. `pause`: waits for that many seconds."""
 
-    def __init__(self, run_folder: Path, *, shared: bool = False) -> None:
+    def __init__(
+        self,
+        run_folder: Path,
+        *,
+        shared: bool = False,
+        log: Callable[[str], object] = lambda text: None,
+        pause: Callable[[float], object] = time.sleep,
+    ) -> None:
         run_folder.mkdir(parents=True, exist_ok=True)
         super().__init__(run_folder / "lock")
-        locked = try_lock(self._fd, shared=shared)
-        self.read_size()  # another launch may have written its name since the file was opened
+        locked, (owner, machine) = try_lock(self._fd, shared=shared), self._read_owner()
+        if locked is False and machine not in ("", kernel()):
+            log(f"{run_folder} is in use by {owner}: waits {DEAD_LOCK_S} s, as that machine may have died")
+            for _ in range(DEAD_LOCK_S):
+                pause(1.0)
+                if (locked := try_lock(self._fd, shared=shared)) is not False:
+                    break
+            owner, _ = self._read_owner()
         if locked is False:  # None, a file system without locks: the run is not guarded
-            owner = self.read(0, self.size_bytes).decode().strip() or "another process"
             self.close()
             raise ValueError(
-                f"job.name: {run_folder} is in use by {owner}; wait for it, stop it, or start another run with --job.name "
-                "NAME, or, if this is a replica group's folder, give each group its own REPLICA_GROUP_ID"
+                f"job.name: {run_folder} is in use by {owner or 'another process'}; wait for it, stop it, or start another run with "
+                "--job.name NAME, or, if this is a replica group's folder, give each group its own REPLICA_GROUP_ID"
             )
         # a process that shares the lock may end before the others: its name would mislead
-        owner = (
-            "replica groups, named in groups/*/lock" if shared else f"process {os.getpid()} on {socket.gethostname()}"
-        )
+        own = f"process {os.getpid()} on {socket.gethostname()}\n{kernel()}"
+        content = ("replica groups, named in groups/*/lock" if shared else own).encode()
         with suppress(OSError):  # on a full disk the lock is held without the owner's name
-            if self.read(0, self.size_bytes) != owner.encode():
+            if self.read(0, self.size_bytes) != content:
                 self.truncate(0)
-                self.append(owner.encode())
+                self.append(content)
 
     def close(self) -> None:
         with suppress(OSError):
             super().close()
+
+    def _read_owner(self) -> tuple[str, str]:
+        """Returns the name of the process that has written the file last, and its `kernel`; "": not known."""
+        self.read_size()  # another launch may have written its name since the file was opened
+        owner, _, machine = self.read(0, self.size_bytes).decode().strip().partition("\n")
+        return owner, machine
+
+
+def kernel() -> str:
+    """Returns a name of the running kernel, which knows of each lock of its processes, also in containers: the host name may be that of a
+    machine before, or of several containers."""
+    with suppress(OSError):
+        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    return socket.gethostname()

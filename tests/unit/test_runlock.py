@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.unit.fakes import forbid_locks, replace_system_call
-from training.durable_files import RunLock, cause_of, replace_file, sync_path
+from training.durable_files import DEAD_LOCK_S, RunLock, cause_of, replace_file, sync_path
 
 HOLD = """
 import sys
@@ -45,6 +45,22 @@ def test_a_killed_start_holds_nothing(tmp_path: Path) -> None:
     child.send_signal(signal.SIGKILL)
     child.communicate()
     RunLock(tmp_path).close()
+
+
+def test_a_lock_of_another_machine_is_waited_for_as_that_one_may_have_died(tmp_path: Path) -> None:
+    """A file server keeps it for minutes, and the launch that takes its place would end as one with bad input."""
+    dead, waits, said = RunLock(tmp_path), list[float](), list[str]()
+    (tmp_path / "lock").write_text("process 7 on node-3\nanother kernel")
+    with pytest.raises(ValueError, match="is in use by process 7 on node-3; wait for it"):
+        RunLock(tmp_path, log=said.append, pause=waits.append)
+    assert sum(waits) == DEAD_LOCK_S
+    assert said == [f"{tmp_path} is in use by process 7 on node-3: waits 300 s, as that machine may have died"]
+    with (
+        closing(RunLock(tmp_path, pause=lambda seconds: dead.close())),
+        pytest.raises(ValueError, match=f"process {os.getpid()} on"),
+    ):
+        RunLock(tmp_path, log=said.append)
+    assert len(said) == 1
 
 
 def test_replica_groups_share_the_folder_with_each_other_only(tmp_path: Path) -> None:
