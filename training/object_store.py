@@ -76,6 +76,9 @@ class ObjectStore:
 
     def __init__(self, url: str) -> None:
         self.url = url
+        self._without_leftovers = dict[
+            int, int
+        ]()  # step -> hash of its objects, which its manifest was found to refer to
 
     @functools.cached_property
     def file_system_and_root(self) -> tuple[Any, str]:
@@ -305,13 +308,13 @@ class ObjectStore:
 
     def remove_leftovers(self, until: float = math.inf) -> None:
         """Ends unfinished uploads, and removes the files that no manifest refers to, of steps up to `until`. Requires that no process
-        uploads these steps."""
+        uploads these steps. Reads a manifest once, unless the step's objects have changed: a store that keeps all checkpoints has many."""
         for step, *upload in self.unfinished():
             if step <= until:
                 with _os_errors(self.url):
                     self.file_system_and_root[0].abort_mpu(*upload)
         for step, objects in self.objects().items():
-            if step > until:
+            if step > until or self._without_leftovers.get(step) == hash(frozenset(objects.items())):
                 continue
             referenced = {MANIFEST}
             if MANIFEST in objects:
@@ -321,6 +324,9 @@ class ObjectStore:
                     continue
             for name in objects.keys() - referenced:
                 self._call("rm_file", f"step-{step}/{name}")
+                del objects[name]
+            if objects:
+                self._without_leftovers[step] = hash(frozenset(objects.items()))
 
     def _call(self, method: str, name: str, *arguments: Any, source: str = "", **options: Any) -> Any:
         """Calls a method of the file system for an object. `source`: a first argument, before the object's path."""

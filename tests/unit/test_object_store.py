@@ -55,7 +55,23 @@ class MortalStore(MemoryFileSystem):
         super()._rm(path)
 
 
+class CountedStore(MemoryFileSystem):
+    """A store that counts what is read of it."""
+
+    protocol = "counted"
+    reads = list[str]()
+
+    @classmethod
+    def _strip_protocol(cls, path: Any) -> Any:
+        return MemoryFileSystem._strip_protocol(str(path).removeprefix("counted:/"))
+
+    def cat_file(self, path: str, *arguments: Any, **options: Any) -> Any:
+        self.reads.append(path)
+        return super().cat_file(path, *arguments, **options)
+
+
 fsspec.register_implementation("mortal", MortalStore, clobber=True)
+fsspec.register_implementation("counted", CountedStore, clobber=True)
 
 
 @pytest.fixture(params=["memory", "s3"])
@@ -205,6 +221,22 @@ def test_old_ones_are_removed(store: ObjectStore, tmp_path: Path):
     assert sorted(store.objects()) == store.steps() == [2, 4, 5]
     store.remove_older(0, written=5)
     assert store.steps() == [2, 4, 5]
+
+
+def test_an_upload_does_not_read_the_manifest_of_each_earlier_one(tmp_path: Path):
+    """A run that keeps all of thousands would read them all after each save."""
+    MemoryFileSystem.store.clear()
+    store, reads = ObjectStore("counted://runs/a"), CountedStore.reads
+    for step in range(1, 9):
+        store.put(checkpoint(tmp_path, step))
+        reads.clear()
+        store.remove_older(0, written=step)
+        store.remove_leftovers()
+        assert [path.rpartition("runs/a/")[2] for path in reads] == [f"step-{step}/manifest.json"]
+    store.put(checkpoint(tmp_path, 3, "again"), replaces=lambda found: True)
+    store.remove_leftovers()
+    assert store.objects().keys() == set(range(1, 9)) and {len(objects) for objects in store.objects().values()} == {3}
+    MemoryFileSystem.store.clear()
 
 
 def test_unfinished_uploads_are_ended(server: S3Server, monkeypatch: pytest.MonkeyPatch):
