@@ -39,7 +39,7 @@ from training.progress import Clock, duration
 from training.writer_lease import FETCH, WriterLease
 
 RETRY_S = 30.0  # from a failed upload to its retry
-FETCH_THREADS = 8  # segments of a checkpoint that are fetched at once; each takes twice its size of memory
+FETCH_THREADS = 8  # objects that are fetched at once; a segment of a checkpoint takes twice its size of memory
 SLOW_S = 10.0  # a longer upload is reported when the next checkpoint waits for it
 # scheme -> package, extra of pyproject.toml. memory:// lasts as long as the process, for tests
 DRIVERS = {"s3": ("s3fs", "s3"), "gs": ("gcsfs", "gcs"), "memory": ("fsspec", "s3")}
@@ -76,9 +76,8 @@ class ObjectStore:
 
     def __init__(self, url: str) -> None:
         self.url = url
-        self._without_leftovers = dict[
-            int, int
-        ]()  # step -> hash of its objects, which its manifest was found to refer to
+        # step -> hash of its objects, all of which its manifest was found to refer to
+        self._without_leftovers = dict[int, int]()
 
     @functools.cached_property
     def file_system_and_root(self) -> tuple[Any, str]:
@@ -111,7 +110,9 @@ class ObjectStore:
             except Damaged:
                 return None
 
-        return {step: manifest(step) for step in self.steps()}
+        steps = self.steps()
+        with ThreadPoolExecutor(FETCH_THREADS, thread_name_prefix="checkpoint-manifests") as pool:
+            return dict(zip(steps, pool.map(manifest, steps), strict=True))
 
     def is_ahead_of(self, folder: Path) -> bool:
         """Returns True if the newest full checkpoint here is newer than that of a folder."""
@@ -277,12 +278,17 @@ class ObjectStore:
                 self._call("rm_file", key)
 
     def fetch_files(self, folder: Path, names: Collection[str] = ()) -> None:
-        """Replaces files in `folder` by those that were put (`names`; none: all)."""
-        for name, segments in self.file_segments().items():
-            if not names or name in names:
-                content = b"".join(self._call("cat_file", key) for _, _, key in _current_segments(segments))
-                (folder / name).parent.mkdir(parents=True, exist_ok=True)
-                replace_file(folder / name, content)
+        """Replaces files in `folder` by those that were put (`names`; none: all). Each upload has put a segment: thousands."""
+
+        def fetch_segment(segment: tuple[int, int, str]) -> bytes:
+            return bytes(self._call("cat_file", segment[2]))
+
+        with ThreadPoolExecutor(FETCH_THREADS, thread_name_prefix="checkpoint-fetch") as pool:
+            for name, segments in self.file_segments().items():
+                if not names or name in names:
+                    content = b"".join(pool.map(fetch_segment, _current_segments(segments)))
+                    (folder / name).parent.mkdir(parents=True, exist_ok=True)
+                    replace_file(folder / name, content)
 
     def remove_older(self, keep: int, *, written: int, branch: int = 0) -> None:
         """Removes what checkpoint_files.remove_older would of a folder."""

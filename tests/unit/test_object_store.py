@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import fsspec
 import pytest
@@ -56,10 +56,11 @@ class MortalStore(MemoryFileSystem):
 
 
 class CountedStore(MemoryFileSystem):
-    """A store that counts what is read of it."""
+    """A store that counts what is read of it. `both`: each read waits for another one."""
 
     protocol = "counted"
-    reads = list[str]()
+    reads: ClassVar[list[str]] = []
+    both: threading.Barrier | None = None
 
     @classmethod
     def _strip_protocol(cls, path: Any) -> Any:
@@ -67,6 +68,8 @@ class CountedStore(MemoryFileSystem):
 
     def cat_file(self, path: str, *arguments: Any, **options: Any) -> Any:
         self.reads.append(path)
+        if self.both is not None:
+            self.both.wait(WAIT_S)
         return super().cat_file(path, *arguments, **options)
 
 
@@ -236,6 +239,22 @@ def test_an_upload_does_not_read_the_manifest_of_each_earlier_one(tmp_path: Path
     store.put(checkpoint(tmp_path, 3, "again"), replaces=lambda found: True)
     store.remove_leftovers()
     assert store.objects().keys() == set(range(1, 9)) and {len(objects) for objects in store.objects().values()} == {3}
+    MemoryFileSystem.store.clear()
+
+
+def test_a_start_asks_for_several_objects_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A store has the manifest of each checkpoint, and a segment of each file for each upload: thousands after weeks."""
+    MemoryFileSystem.store.clear()
+    store, here, there = ObjectStore("counted://runs/a"), tmp_path / "here", tmp_path / "there"
+    for step in (1, 2, 3, 4):
+        store.put(checkpoint(here, step))
+        with (here / "rows.jsonl").open("a") as rows:
+            rows.write(f"{step}\n")
+        store.put_files(here, ["rows.jsonl"])
+    monkeypatch.setattr(CountedStore, "both", threading.Barrier(2))
+    assert [found.step for found in store.manifests().values() if found] == [1, 2, 3, 4]
+    store.fetch_files(there)
+    assert (there / "rows.jsonl").read_text() == "1\n2\n3\n4\n"
     MemoryFileSystem.store.clear()
 
 
