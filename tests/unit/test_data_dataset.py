@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import replace
@@ -242,3 +243,21 @@ def test_other_stores_and_weights(tmp_path: Path) -> None:
     assert "sequence 40" in resumed(gone, before.state_dict(), 40)
     with pytest.raises(ValueError, match="1 sequences from 5 on were assigned, but not trained on"):
         resumed(gone, before.state_dict(), 40, [5])
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux lists the mappings of a process")
+def test_a_store_is_mapped_once_whatever_the_number_of_segments(tmp_path: Path) -> None:
+    """A store has thousands of shards, and a process may have 65,530 mappings."""
+    write_jsonl(tmp_path / "a.jsonl", [f"{number} " * 9 for number in range(50)])
+    assert prepare_data.main([str(tmp_path / "a.jsonl"), "--out", str(tmp_path / "a"), "--processes=1"]) == 0
+    state = dict[str, str]()
+    for seed in range(4):
+        config = TrainingConfig(dataset="store", dataset_path=str(tmp_path / "a"), seq_len=16, seed=seed)
+        data = open_data(config, ValidationConfig(), ByteTokenizer(), tmp_path, log=Lines())
+        assert isinstance(data, StoredData)
+        if state:
+            resumed(data, state, 10 * seed)
+        state = data.state_dict()
+    orders = data.orders()
+    assert [first for first, order in orders if order is not None] == [0, 10, 20, 30]
+    assert Path("/proc/self/maps").read_text().count(str(tmp_path.resolve() / "a" / "00000.bin")) == 1

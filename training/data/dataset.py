@@ -313,6 +313,8 @@ class StoredData(_OrderedData):
     ) -> None:
         super().__init__(config, tokenizer, validation_stores)
         self._stores, self._holds_out = stores, config.dataset_held_out > 0
+        # also those that only earlier segments have: each maps all of its shards, and a process may have 65,530 mappings
+        self._opened = {store.folder: store for store in stores}
         keys = [store.key for store in stores]
         self.digest = keys[0] if len(keys) == 1 else sha256("".join(keys).encode()).hexdigest()[:32]
         documents = dict(zip(config.store_names, (store.manifest.documents for store in stores), strict=True))
@@ -334,8 +336,11 @@ class StoredData(_OrderedData):
 
     def reopened(self, config: TrainingConfig) -> _OrderedData:
         paths = [source.path for source in config.sources] or [config.dataset_path]
-        stores = [Store(Path(path).expanduser(), "training.dataset") for path in paths]
-        return StoredData(config, self._tokenizer, stores, ())
+        folders = [Path(path).expanduser() for path in paths]
+        for folder in folders:
+            if folder not in self._opened:
+                self._opened[folder] = Store(folder, "training.dataset")
+        return StoredData(config, self._tokenizer, [self._opened[folder] for folder in folders], ())
 
     def order(self, *, seed: int, seq_len: int) -> StoreOrder | Mixture:
         split = "train" if self._holds_out else "all"
