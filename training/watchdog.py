@@ -78,6 +78,7 @@ class Watchdog:
         self._ends_after_s = 2 * ANSWER_S + GRACE_S
         self._steps = 0  # finished since the launch
         self._waiting_since = self._last_poll = clock()
+        self._went_on_at = -math.inf  # when the process ran again after it had not run for a while
         self._suspected_at: float | None = None  # None: no hang is suspected
         self._steps_when_suspected = 0
         self._reported = False
@@ -103,13 +104,13 @@ class Watchdog:
         unseen_s = now - self._last_poll
         if unseen_s > 5 * POLL_S:
             # The process did not run (Ctrl-Z, a suspended machine): that time does not count.
-            self._waiting_since = min(now, self._waiting_since + unseen_s)
+            self._waiting_since, self._went_on_at = min(now, self._waiting_since + unseen_s), now
         self._last_poll, last_waiting_for_others_at_s = now, self._last_waiting_for_others_at_s()
         self._waiting_since = max(self._waiting_since, last_waiting_for_others_at_s)
         waited_s, limit_s = now - self._waiting_since, self._timeout_s if self._steps else self._long_timeout_s
         if long_phase := self._progress.long_phase():
             self._waiting_since = now  # the step's timeout restarts after the phase
-            waited_s, limit_s = long_phase[1], self._long_timeout_s
+            waited_s, limit_s = min(long_phase[1], now - self._went_on_at), self._long_timeout_s
         if self._suspected_at is not None and (
             self._steps != self._steps_when_suspected or last_waiting_for_others_at_s > self._suspected_at
         ):

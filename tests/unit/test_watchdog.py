@@ -213,6 +213,19 @@ def test_a_machine_that_slept_is_no_hang(cluster: Cluster) -> None:
     assert cluster.said() == []
 
 
+@pytest.mark.parametrize("phase", ["checkpoint", "validation"])
+def test_a_machine_that_slept_in_a_long_phase_is_no_hang(cluster: Cluster, phase: str) -> None:
+    """Slurm suspends a job for hours (PreemptMode=SUSPEND), and a checkpoint may take longer than GRACE_S to end."""
+    for rank in cluster.ranks:
+        rank.enter(phase)
+    cluster.wait(200)
+    cluster.clock.now += 5000
+    cluster.wait(290)
+    assert cluster.said() == [] and cluster.armed() == [None] * 4
+    cluster.wait(20)
+    assert cluster.armed() == [30] * 4
+
+
 def test_a_dead_store_leaves_what_this_rank_knows() -> None:
     class DeadStore:
         def set(self, key: str, value: str) -> None:
