@@ -72,6 +72,14 @@ def test_a_file_just_written_is_not_trusted_by_its_time(tmp_path: Path, corpus_f
     assert not list((tmp_path / "cache" / "seen").iterdir())
 
 
+def test_a_file_of_the_future_is_read_once(tmp_path: Path, corpus_file: Path, request: pytest.FixtureRequest) -> None:
+    """Its writer's clock was wrong; else each rank would read the corpus at each launch, one after the other."""
+    os.utime(corpus_file, (2**32, 2**32))
+    first = open_small(files_config(corpus_file), tmp_path / "cache", limits={"MIN_AGE_NS": -1})
+    request.getfixturevalue("no_reading")
+    assert open_small(files_config(corpus_file), tmp_path / "cache").key == first.key
+
+
 def test_a_changed_file_is_another_cache_even_with_its_size_and_time_kept(
     tmp_path: Path, corpus_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

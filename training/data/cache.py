@@ -55,6 +55,8 @@ SCAN_IDS = 1 << 22  # token ids scanned at a time
 PIECE_IDS = 1 << 16  # ids per document of a token file without BOS and EOS
 STUCK_S = 1800.0  # a builder without progress for this long is reported
 MIN_AGE_NS = 2_000_000_000  # younger files may change without a new time stamp (resolution of the file system's clock)
+# a time stamp that is further ahead is one of a wrong clock: no write of the next hour gets it
+MAX_AHEAD_NS = 3_600_000_000_000
 # a restart does not help
 _REFUSED = (errno.EACCES, errno.EPERM, errno.EROFS, errno.EEXIST, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG)
 FOREIGN_LEFTOVER_S = 3600.0  # age from which a different host's temporary folder counts as left over by a kill
@@ -165,8 +167,8 @@ class _Cache:
                 self._build(key, content, lock)
                 corpus = self._open(key)
             assert corpus is not None, "a cache that was just built is complete"
-            newest_ns = max(max(file.stamp[1:]) for file in self._source.files)
-            if time.time_ns() - newest_ns > MIN_AGE_NS:
+            now_ns, stamps_ns = time.time_ns(), [at_ns for file in self._source.files for at_ns in file.stamp[1:]]
+            if not any(-MAX_AHEAD_NS <= now_ns - at_ns <= MIN_AGE_NS for at_ns in stamps_ns):
                 replace_file(self._seen, key.encode())
         return corpus
 
