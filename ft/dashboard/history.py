@@ -10,7 +10,7 @@ import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from itertools import takewhile
+from itertools import pairwise, takewhile
 from typing import Any, Literal, NamedTuple, get_args
 
 from ft.protocol import messages as m
@@ -126,7 +126,7 @@ class History:
         if math.isfinite(loss) and loss and (not self.points or step > self.points[-1].step):
             self.points.append(Point(round(now_s, 1), step, float(f"{loss:.5g}"), self._change()))
             if len(self.points) > MAX_POINTS:
-                del self.points[1:-1:2]
+                self.points = thinned(self.points, MAX_POINTS // 2)
         if report.replica_id in self.healing and step >= self.healing[report.replica_id][0]:
             step, _ = self.healing.pop(report.replica_id)
             self.add("heal", "good", f"{report.replica_id} has the state of step {step}")
@@ -225,6 +225,16 @@ class History:
     def _change(self) -> int:
         self.changes += 1
         return self.changes
+
+
+def thinned(points: list[Point], most: int) -> list[Point]:
+    """Returns at most `most` of the points: the first, the last, and between them the first in each of equal intervals of steps, whose size
+    is a power of two, so that thinning again gives what thinning all points at once would. (Every second point, again and again, would
+    leave only the newest: of a long job the last hour.)"""
+    first, *_, last = points
+    size = 1 << ((last.step - first.step) // (most - 2)).bit_length()
+    between = [b for a, b in pairwise(points[:-1]) if a.step // size != b.step // size]
+    return [first, *between, last]
 
 
 def named(ids: Iterable[str]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -164,6 +165,14 @@ def test_the_curve_is_bounded_and_keeps_both_ends():
     points = job.history.points
     assert len(points) <= told.MAX_POINTS and (points[0].step, points[-1].step) == (1, 5 * told.MAX_POINTS - 1)
     assert job.history.steps_per_s() == pytest.approx(100, rel=0.05)
+
+
+def test_the_curve_of_a_long_job_is_that_of_the_whole_job():
+    job, steps = Job("a:1"), 30 * told.MAX_POINTS
+    for step in range(1, steps + 1):
+        job.report("a:1", step, mean_loss=1.0 + 1 / step)
+    gaps = [after.step - before.step for before, after in pairwise(job.history.points)]
+    assert told.MAX_POINTS / 4 < len(gaps) < told.MAX_POINTS and max(gaps) <= 8 * steps / told.MAX_POINTS
 
 
 @pytest.mark.parametrize("loss", [math.nan, math.inf, 0.0])

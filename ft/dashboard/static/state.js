@@ -66,6 +66,12 @@ export class State {
   }
 }
 
-function thinned(points) {
-  return points.length <= MOST_POINTS ? points : points.filter((_, place) => place % 2 === 0 || place === points.length - 1);
+/** At most MOST_POINTS points; of more, half as many, over all steps (ft/dashboard/history.py, thinned). */
+export function thinned(points) {
+  if (points.length <= MOST_POINTS) return points;
+  const last = points.length - 1, steps = points[last][1] - points[0][1];
+  let size = 1;
+  while (steps / size > MOST_POINTS / 2 - 2) size *= 2;
+  const interval = (place) => Math.floor(points[place][1] / size);
+  return points.filter((_, place) => place === 0 || place === last || interval(place) !== interval(place - 1));
 }
