@@ -333,6 +333,8 @@ class Output(LogsSpecs):
 
     def _copy(self, *, whole_lines: bool) -> None:
         for tail in list(self._tails.values()):
+            if os.fstat(tail.fileno()).st_size < tail.tell():  # it was cut, as by logrotate's copytruncate
+                tail.seek(0)
             new = tail.read()
             if whole_lines:
                 complete = new.rfind(b"\n") + 1

@@ -499,6 +499,18 @@ def test_a_node_too_many_is_a_failed_rendezvous(tmp_path: Path):
         Agent(spec, output, ranks, time.monotonic, time.sleep).run()
 
 
+def test_a_log_that_is_cut_for_room_is_shown_from_its_new_beginning(
+    tmp_path: Path, capsysbinary: pytest.CaptureFixture[bytes]
+):
+    """As by logrotate's copytruncate, or by hand, after weeks."""
+    log = tmp_path / "rank0.log"
+    log.write_text("of an earlier launch, which is not shown\n")
+    with closing(Output(tmp_path, None)) as output:
+        output.reify({0: {"RANK": "0"}})
+        log.write_text("step 1\n")
+    assert capsysbinary.readouterr().out == b"step 1\n"
+
+
 def test_the_rendezvous_of_each_run_and_group_has_a_name_of_its_own():
     folders = ("outputs/a/logs", "outputs/b/logs", "outputs/a/groups/0", "outputs/a/groups/1", "outputs/b/groups/0")
     assert len({rendezvous_id(Path(folder)) for folder in folders}) == len(folders)
