@@ -214,3 +214,14 @@ class TestTooLittle:
                 others, more = document_spans(corpus, "train", share, may_split_by_tokens=True)
                 assert len(first) == documents and lengths.sum() + more.sum() == corpus.tokens
                 assert others[-1] + more[-1] == first[0]
+
+
+def test_the_documents_of_a_split_are_found_once(tmp_path: Path) -> None:
+    """Each segment of a run's data has an order, which would have arrays of its own: gigabytes in each rank, with a large corpus."""
+    path = write_jsonl(tmp_path / "a.jsonl", [f"document {number}" for number in range(50)])
+    corpus = open_small(files_config(path), tmp_path / "cache")
+    first, lengths = document_spans(corpus, "train", 0.2)
+    again = document_spans(corpus, "train", 0.2)
+    assert again[0] is first and again[1] is lengths
+    others = [document_spans(corpus, "validation", 0.2), document_spans(corpus, "train", 0.5)]
+    assert len({len(first), *(len(spans[0]) for spans in others)}) == 3

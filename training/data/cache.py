@@ -86,6 +86,7 @@ class Corpus:
         self._parts = [map_ids(path, meta.dtype) for path in paths]
         self._ends = np.cumsum([len(part) for part in self._parts])
         self.tokens = int(self._ends[-1])
+        self.spans = dict[tuple[str, float, bool], tuple[np.ndarray, np.ndarray]]()  # see order.document_spans
         self.bounds, self.buckets = (  # [documents + 1] int64, [documents] uint16
             np.asarray(np.load(folder / name, mmap_mode="r", allow_pickle=False))
             for name in ("documents.npy", "buckets.npy")

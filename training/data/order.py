@@ -81,7 +81,16 @@ def document_spans(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Returns the offset of the first token and the length of each document in `split`, both [n] int64. `may_split_by_tokens`: where
     `needs_token_split` holds, the last share of all tokens is the validation split, and the document in which it begins is in both; else
-    nothing would be held out."""
+    nothing would be held out. Found once for a corpus: the segments of a run's data share these arrays."""
+    key = split, held_out, may_split_by_tokens
+    if key not in corpus.spans:
+        corpus.spans[key] = _find_document_spans(corpus, split, held_out, may_split_by_tokens)
+    return corpus.spans[key]
+
+
+def _find_document_spans(
+    corpus: Corpus, split: str, held_out: float, may_split_by_tokens: bool
+) -> tuple[np.ndarray, np.ndarray]:
     if not (may_split_by_tokens and needs_token_split(corpus, held_out)):
         documents = in_split(corpus, split, held_out)
         first = corpus.bounds[documents]
