@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -315,7 +316,13 @@ def test_a_kill_half_way_leaves_nothing_that_is_used(tmp_path: Path, corpus_file
     assert log.warnings == [f"data cache: removed {left}, which a killed launch had left half-written"]
 
 
-def test_another_hosts_fresh_folder_is_left_alone(tmp_path: Path, corpus_file: Path) -> None:
+@pytest.mark.parametrize("ahead_s", [0, 7200])
+def test_another_hosts_fresh_folder_is_left_alone(
+    tmp_path: Path, corpus_file: Path, ahead_s: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever the clock of this host says: that host may be writing there, where locks hold on one host only."""
+    now_s = time.time()
+    monkeypatch.setattr("time.time", lambda: now_s + ahead_s)
     cache = tmp_path / "cache"
     for name in ("k.tmp-elsewhere-1", "k.tmp-else-where-2"):
         (cache / name).mkdir(parents=True)

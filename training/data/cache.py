@@ -368,12 +368,15 @@ class _BuildLock:
 
 
 def _remove_leftovers(folder: Path, log: Log) -> None:
-    """Removes temporary folders of killed builders. Requires the lock, so that on this host none is being written."""
+    """Removes temporary folders of killed builders. Requires the lock, so that on this host none is being written. Ages are those of the
+    file system's clock, that of the lock's time stamp, since this host's may be wrong."""
+    os.utime(folder / "lock")
+    now_s = (folder / "lock").stat().st_mtime
     for path in folder.glob("*.tmp-*"):
         own = path.name.split(".tmp-", 1)[1].rpartition("-")[0] == socket.gethostname()
         with suppress(OSError):  # where locks hold on one host only, another host may rename it meanwhile
             newest_s = max(entry.stat().st_mtime for entry in (path, *path.iterdir()))
-            if own or time.time() - newest_s > FOREIGN_LEFTOVER_S:
+            if own or now_s - newest_s > FOREIGN_LEFTOVER_S:
                 log.warning("data cache: removed %s, which a killed launch had left half-written", path.name)
                 shutil.rmtree(path, ignore_errors=True)
 
