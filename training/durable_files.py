@@ -180,7 +180,7 @@ class RunLock(AppendedFile):
         run_folder.mkdir(parents=True, exist_ok=True)
         super().__init__(run_folder / "lock")
         locked, (owner, machine) = try_lock(self._fd, shared=shared), self._read_owner()
-        if locked is False and machine not in ("", kernel()):
+        if locked is False and machine not in ("", boot_id()):
             log(f"{run_folder} is in use by {owner}: waits {DEAD_LOCK_S} s, as that machine may have died")
             for _ in range(DEAD_LOCK_S):
                 pause(1.0)
@@ -194,7 +194,7 @@ class RunLock(AppendedFile):
                 "--job.name NAME, or, if this is a replica group's folder, give each group its own REPLICA_GROUP_ID"
             )
         # a process that shares the lock may end before the others: its name would mislead
-        own = f"process {os.getpid()} on {socket.gethostname()}\n{kernel()}"
+        own = f"process {os.getpid()} on {socket.gethostname()}\n{boot_id()}"
         content = ("replica groups, named in groups/*/lock" if shared else own).encode()
         with suppress(OSError):  # on a full disk the lock is held without the owner's name
             if self.read(0, self.size_bytes) != content:
@@ -206,14 +206,14 @@ class RunLock(AppendedFile):
             super().close()
 
     def _read_owner(self) -> tuple[str, str]:
-        """Returns the name of the process that has written the file last, and its `kernel`; "": not known."""
+        """Returns the name of the process that has written the file last, and its `boot_id`; "": not known."""
         self.read_size()  # another launch may have written its name since the file was opened
         owner, _, machine = self.read(0, self.size_bytes).decode().strip().partition("\n")
         return owner, machine
 
 
-def kernel() -> str:
-    """Returns a name of the running kernel, which knows of each lock of its processes, also in containers: the host name may be that of a
+def boot_id() -> str:
+    """Returns the id of the running kernel, which knows of each lock of its processes, also in containers: the host name may be that of a
     machine before, or of several containers."""
     with suppress(OSError):
         return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
