@@ -72,7 +72,8 @@ class Nodes:
             )
         of = {str(group): names[group * per_group : (group + 1) * per_group] for group in range(groups)}
         addresses = {}
-        for line in ask("scontrol", "--oneliner", "show", "node", ",".join(names)).splitlines():
+        # the list as Slurm writes it, n[1-8000]: the names of so many nodes are longer than Linux lets an argument be (128 KiB)
+        for line in ask("scontrol", "--oneliner", "show", "node", env["SLURM_JOB_NODELIST"]).splitlines():
             words = dict(word.partition("=")[::2] for word in line.split())
             addresses[words["NodeName"]] = words.get("NodeAddr", words["NodeName"])
         return Nodes(job, {name: addresses[name] for name in names}, per_group, of, ask, names[groups * per_group :])

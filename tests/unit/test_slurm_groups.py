@@ -50,6 +50,22 @@ def test_nodes_are_dealt_in_their_order_and_the_rest_are_spares():
     assert nodes.addresses["n3"] == "10.0.0.3"
 
 
+def test_a_job_of_thousands_of_nodes_needs_no_argument_that_linux_refuses():
+    """One argument of a program may have 128 KiB (MAX_ARG_STRLEN of execve(2))."""
+    names, asked = [f"gpu-rack-{number // 16:04}-node-{number % 16:02}" for number in range(8000)], list[str]()
+
+    def ask(*command: str) -> str:
+        asked.extend(command)
+        if "hostnames" in command:
+            return "\n".join(names)
+        return "\n".join(f"NodeName={name} NodeAddr={name}.cluster" for name in names)
+
+    listed = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "gpu-rack-[0000-0499]-node-[00-15]", "NODES_PER_GROUP": "8"}
+    nodes = Nodes.read(listed, ask)
+    assert len(nodes.of) == 1000 and nodes.addresses[names[-1]] == f"{names[-1]}.cluster"
+    assert max(map(len, asked)) < 128 << 10 < len(",".join(names))
+
+
 def test_a_spare_takes_the_place_of_a_lost_node_and_the_first_of_them_is_where_ranks_meet(tmp_path: Path):
     slurm = Slurm("n1 n2 n3 n4 n5")
     nodes = slurm.nodes(NODES_PER_GROUP="2", NUM_REPLICA_GROUPS="2")
