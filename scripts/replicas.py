@@ -50,6 +50,7 @@ if TYPE_CHECKING:
 
 POLL_S = 0.1
 LIGHTHOUSE_STOP_S = 5.0  # for the lighthouse to end, when the groups have
+START_AGAIN_S = 10.0  # from a restart for which the machine had no process, thread or descriptor to the next try
 ANY_PORT = "127.0.0.1:0"  # reachable only from this machine
 OPEN_FLAG = "--open"  # opens the dashboard in a browser
 CHECK_FLAG = "--check"  # only checks the settings, for run_replicas.sh before it installs the lighthouse
@@ -93,8 +94,9 @@ class ReplicaSupervisor:
         self.started_s = time.monotonic()
         self.process = process = _start_process(self.command, self.env, subprocess.STDOUT)
         assert process.stdout
-        self.output_thread = threading.Thread(target=self._show, args=(process.stdout,), daemon=True)
-        self.output_thread.start()
+        output_thread = threading.Thread(target=self._show, args=(process.stdout,), daemon=True)
+        output_thread.start()
+        self.output_thread = output_thread
         return process.pid
 
     def _show(self, lines: IO[str]) -> None:
@@ -115,8 +117,14 @@ class ReplicaSupervisor:
             if not self.restarts:  # told to leave while no process ran
                 self.code = 0
                 return ""
-            due = now_s >= self.restart_at_s
-            return f"group {self.name} restarts (pid {self.start()})" if due else ""
+            if now_s < self.restart_at_s:
+                return ""
+            try:
+                return f"group {self.name} restarts (pid {self.start()})"
+            except (OSError, RuntimeError) as error:  # which would end all other groups
+                self.kill()
+                self.restart_at_s = now_s + START_AGAIN_S
+                return f"group {self.name} cannot be restarted: {error}; tried again in {START_AGAIN_S:g} s"
         if (code := self.ended()) is None:
             return ""
         self.kill()
@@ -189,9 +197,9 @@ class LighthouseSupervisor:
         self._restart_at_s = now_s + restart_delay_s(min(self._failures + 1, MAX_SHORT_RUNS))
         try:
             self.process = spawn_lighthouse(self._config, self._env, **self._addresses)
-        except OSError as error:
+            self._follow(self.process, is_restart=True)
+        except (OSError, RuntimeError) as error:
             return str(error)
-        self._follow(self.process, is_restart=True)
         return f"the lighthouse died and was restarted (pid {self.process.pid})"
 
     def _keep_port(self, name: str, address: str) -> None:

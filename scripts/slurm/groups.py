@@ -101,10 +101,12 @@ class Nodes:
 
     def _of_the_job(self) -> set[str]:
         listed = self._ask_again("squeue", "-h", "-j", self.job, "-o", "%N").strip()
-        return set(self.ask("scontrol", "show", "hostnames", listed).split()) if listed else set(self.addresses)
+        names = self._ask_again("scontrol", "show", "hostnames", listed) if listed else ""
+        return set(names.split() or self.addresses)
 
     def _ask_again(self, *command: str) -> str:
-        """Returns the output; "" if the controller does not answer, which must not end a job: the caller asks again later."""
+        """Returns the output; "" if the controller does not answer, or this node has no room for a further process, which must not end a
+        job: the caller asks again later."""
         try:
             return self.ask(*command)
         except RuntimeError as error:
@@ -233,7 +235,10 @@ def finished(config: RunConfig) -> bool:
 
 def ask(*command: str) -> str:
     """Runs a Slurm command and returns its output. Raises RuntimeError."""
-    ran = subprocess.run(command, capture_output=True, text=True, check=False)
+    try:
+        ran = subprocess.run(command, capture_output=True, text=True, check=False)
+    except OSError as error:
+        raise RuntimeError(f"{command[0]}: {error}") from None
     if ran.returncode:
         raise RuntimeError(f"{' '.join(command)}: {ran.stderr.strip() or f'exit code {ran.returncode}'}")
     return ran.stdout

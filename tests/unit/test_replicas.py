@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import itertools
 import locale
@@ -30,6 +31,7 @@ from scripts.launch_settings import MAX_SHORT_RUNS, RESTARTS_WITHIN_S, SHORT_RUN
 from scripts.replicas import (
     ENABLED,
     ROOT,
+    START_AGAIN_S,
     LighthouseSupervisor,
     ReplicaSupervisor,
     assign_devices,
@@ -104,6 +106,32 @@ def test_a_group_that_is_preempted_once_a_day_stays_for_years(tmp_path: Path):
     assert one.poll(now_s + 7200) == (
         "group 0 failed and is not restarted (ended by SIGKILL; 2 restarts within 24 h, MAX_RESTARTS reached)"
     )
+
+
+@pytest.mark.parametrize(
+    "error", [BlockingIOError(errno.EAGAIN, "no process is left"), RuntimeError("can't start new thread")], ids=str
+)
+def test_a_group_for_which_there_is_no_process_now_is_restarted_later_and_ends_no_other(
+    tmp_path: Path, error: Exception
+):
+    class Lacks(Dies):
+        lacks = False
+
+        def start(self) -> int:
+            if self.lacks:
+                raise error
+            return super().start()
+
+    one = Lacks("0", [], {}, tmp_path / "0.log", restarts=2)
+    one.start()
+    one.lacks = True
+    assert one.poll(0.0) == "group 0 died (ended by SIGKILL)"
+    for _ in range(MAX_SHORT_RUNS):
+        at_s = one.restart_at_s
+        assert one.poll(at_s) == f"group 0 cannot be restarted: {error}; tried again in 10 s"
+        assert one.poll(at_s + START_AGAIN_S / 2) == ""
+    one.lacks = False
+    assert one.poll(one.restart_at_s) == "group 0 restarts (pid 7)"
 
 
 @pytest.mark.parametrize(("apart_s", "starts"), [(RESTARTS_WITHIN_S, [0, 1, 2, 3]), (RESTARTS_WITHIN_S / 2, [0, 1])])

@@ -102,6 +102,23 @@ def test_a_controller_that_is_away_ends_no_group(capsys: pytest.CaptureFixture[s
     assert "Unable to contact slurm controller" in capsys.readouterr().err
 
 
+def test_a_node_without_room_for_a_process_ends_no_group(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    """The error is that of a program that cannot be started."""
+    slurm, started = Slurm("n1 n2"), ["squeue", "sinfo"]
+    nodes = slurm.nodes()
+    monkeypatch.setenv("PATH", str(tmp_path))
+    nodes.ask = lambda *command: slurm.ask(*command) if command[0] in started else groups.ask(*command)
+    assert not nodes.lost("0") and nodes.renew("0") == ""
+    started.clear()
+    assert not nodes.lost("0") and nodes.renew("0") == ""
+    assert set(capsys.readouterr().err.splitlines()) == {
+        f"pharos: {command}: [Errno 2] No such file or directory: '{command}'"
+        for command in ("scontrol", "squeue", "sinfo")
+    }
+
+
 def program(path: Path, does: str) -> None:
     path.write_text(f"#!/bin/sh\n{does}\n")
     path.chmod(0o755)
