@@ -37,7 +37,7 @@ from scripts.launch_settings import say, whole  # noqa: E402
 if TYPE_CHECKING:
     from configs.schema import RunConfig
 
-PORTS = range(20000, 32000)  # below Linux's ephemeral ports
+PORTS, NEXT_PORT = range(20000, 32000), 1009  # below Linux's ephemeral ports; a restart takes another one
 # The command on each node of a job step; only Slurm knows the node's rank in the step.
 RUN_TRAIN = ("bash", "-c", 'NODE_RANK=$SLURM_NODEID exec "$0" "$@"', str(ROOT / "scripts" / "run_train.sh"))
 
@@ -125,7 +125,9 @@ class SlurmStep(replicas.ReplicaSupervisor):
 
     def start(self) -> int:
         mine, per_group = self._nodes.of[self.name], str(self._nodes.per_group)
-        port = PORTS[(int(self._nodes.job) * 64 + int(self.name)) % len(PORTS)]
+        # a program of the first node may have the port, and a group is not restarted after six failures at once
+        tried = len(self.restarted_at_s)
+        port = PORTS[(int(self._nodes.job) * 64 + int(self.name) + NEXT_PORT * tried) % len(PORTS)]
         self.env = {**self.env, "NNODES": per_group, "RDZV_ENDPOINT": f"{self._nodes.addresses[mine[0]]}:{port}"}
         self.command = [
             "srun",

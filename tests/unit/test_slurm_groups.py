@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from scripts.launch_settings import MAX_SHORT_RUNS
 from scripts.slurm import groups
 from scripts.slurm.groups import Nodes, SlurmStep
 from training.durable_files import RunLock
@@ -84,6 +85,21 @@ def test_a_spare_takes_the_place_of_a_lost_node_and_the_first_of_them_is_where_r
     slurm.of_the_job.remove("n5")
     with pytest.raises(LookupError, match=r"the job has lost n5, and has no spare node"):
         nodes.renew("1")
+
+
+def test_each_start_of_a_group_has_a_port_of_its_own(tmp_path: Path):
+    """The first one may belong to a program of the node. Of a thousand groups, several would never start."""
+    program(tmp_path / "srun", "exit 1")
+    nodes, endpoints = Slurm("n1 n2").nodes(NODES_PER_GROUP="2"), list[str]()
+    step = SlurmStep("0", ["a.toml"], {"PATH": str(tmp_path)}, tmp_path / "log", 100, nodes)
+    step.start()
+    while step.code is None:
+        endpoints.append(step.env["RDZV_ENDPOINT"])
+        assert step.process and step.process.wait(30) == 1
+        assert step.poll(0.0) != "" and (step.code is not None or "restarts" in step.poll(step.restart_at_s))
+    step.end()
+    assert len(set(endpoints)) == len(endpoints) == MAX_SHORT_RUNS
+    assert all(20000 <= int(endpoint.removeprefix("10.0.0.1:")) < 32000 for endpoint in endpoints)
 
 
 def test_a_node_that_does_not_answer_is_left_for_a_spare_and_else_tried_again():
