@@ -147,6 +147,12 @@ class SlurmStep(replicas.ReplicaSupervisor):
         ]
         return super().start()
 
+    @property
+    def is_refused(self) -> bool:
+        """Returns False: bad input may be that of this group's nodes alone, such as a GPU that is missing, and is that of all groups only if
+        all end with it. The settings were checked before."""
+        return False
+
     def ended(self) -> int | None:
         code = super().ended()
         # When a node has died, srun prints an error and exits with 0 (Slurm 22.05)

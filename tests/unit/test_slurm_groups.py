@@ -102,6 +102,17 @@ def test_each_start_of_a_group_has_a_port_of_its_own(tmp_path: Path):
     assert all(20000 <= int(endpoint.removeprefix("10.0.0.1:")) < 32000 for endpoint in endpoints)
 
 
+def test_a_node_that_lacks_a_gpu_ends_its_group_and_no_other(tmp_path: Path):
+    """launch.py takes more ranks than GPUs as bad input, which on one machine would be that of all groups."""
+    program(tmp_path / "srun", "exit 2")
+    step = SlurmStep("0", ["a.toml"], {"PATH": str(tmp_path)}, tmp_path / "log", 100, Slurm("n1 n2").nodes())
+    step.start()
+    assert step.process and step.process.wait(30) == 2
+    assert step.poll(0.0) == "group 0 failed and is not restarted (exit code 2)" and step.code == 2
+    assert not step.is_refused
+    step.end()
+
+
 def test_a_node_that_does_not_answer_is_left_for_a_spare_and_else_tried_again():
     slurm = Slurm("n1 n2 n3")
     nodes = slurm.nodes(NUM_REPLICA_GROUPS="2")
