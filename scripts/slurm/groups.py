@@ -149,8 +149,8 @@ class SlurmStep(replicas.ReplicaSupervisor):
 
     @property
     def is_refused(self) -> bool:
-        """Returns False: bad input may be that of this group's nodes alone, such as a GPU that is missing, and is that of all groups only if
-        all end with it. The settings were checked before."""
+        """Returns False: bad input may be that of this group's nodes alone, such as a GPU that is missing. It is that of all groups only
+        if all end with it. The settings were checked before."""
         return False
 
     def ended(self) -> int | None:
