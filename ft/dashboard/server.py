@@ -15,6 +15,7 @@ import asyncio
 import json
 import logging
 import math
+import socket
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
@@ -106,9 +107,8 @@ async def serve_http(
         for place in at:
             try:
                 made: Any = _Newest(runner.server)
-                servers.append(
-                    await loop.create_server(made, place.host, first.port if first else place.port, **options)
-                )
+                where = _listens_at(place, first.port if first else place.port)
+                servers.append(await loop.create_server(made, **where, **options))
             except OSError as error:
                 if must and place is at[0]:
                     raise ValueError(f"--http {place}: {error.strerror}") from None
@@ -116,14 +116,22 @@ async def serve_http(
                 continue
             opened = Endpoint(place.host, int(servers[-1].sockets[0].getsockname()[1]))
             first = first or opened
-            where = f"http{'s' if tls else ''}://{opened}"
-            log.info("the dashboard: %s/; for programs: %s/status.json, /metrics", where, where)
+            url = f"http{'s' if tls else ''}://{opened}"
+            log.info("the dashboard: %s/; for programs: %s/status.json, /metrics", url, url)
         yield first
     finally:
         for server in servers:
             server.close()
         feed.end()
         await runner.cleanup()
+
+
+def _listens_at(place: Endpoint, port: int) -> dict[str, Any]:
+    """Returns the arguments of create_server for an address: for one of IPv6 a socket, as asyncio's own would accept no IPv4, and that of
+    all interfaces must, as gRPC's does."""
+    if ":" not in place.host or "%" in place.host or not socket.has_dualstack_ipv6():
+        return {"host": place.host, "port": port}
+    return {"sock": socket.create_server((place.host, port), family=socket.AF_INET6, dualstack_ipv6=True)}
 
 
 class _Newest:

@@ -86,6 +86,22 @@ def test_the_address_of_the_page_is_one_that_was_opened(job: Jobs):
     assert asyncio.run_coroutine_threadsafe(opened(), one.loop).result(WAIT_S) == Endpoint("127.0.0.2", one.port)
 
 
+@pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="needs sockets of IPv6 that accept IPv4, too")
+def test_an_address_of_ipv6_is_reached_over_ipv4_too(job: Jobs):
+    """As the port of gRPC is. By default the lighthouse listens on [::]; this is the same kind of socket, for this machine only."""
+    one, _ = job()
+
+    async def answer() -> bytes:
+        async with serve_http(one.service, Access(), [Endpoint("::ffff:127.0.0.1", 0)], must=True) as page:
+            assert page
+            reader, writer = await asyncio.open_connection("127.0.0.1", page.port)
+            writer.write(b"GET /icon.svg HTTP/1.0\r\n\r\n")
+            with closing(writer):
+                return await reader.readline()
+
+    assert asyncio.run_coroutine_threadsafe(answer(), one.loop).result(WAIT_S) == b"HTTP/1.0 200 OK\r\n"
+
+
 def test_who_keeps_the_others_waiting_is_named(job: Jobs):
     one, groups = job()
     slow = groups.streams.pop("1:b")
