@@ -35,10 +35,11 @@ from ft.healing.transport import VALIDITY_TOKEN_BYTES, StateOffer, TooManyJoiner
 from ft.protocol import messages as m
 from ft.rpc.access import Access, Endpoint
 
-MAX_CONNECTIONS = 32  # a joiner with two sources has two at each; with one source, `heal_streams`
+MAX_CONNECTIONS = 32  # a joiner with two sources has two at each; with one source, `heal_streams`. Further ones wait
 MAX_HEAD_BYTES = 16 << 10
 MAX_FIELDS = 64
-HEAD_S = 10.0  # timeout of a whole head, until a connection has sent a valid request
+HEAD_S = 10.0  # timeout of a connection's first request, and of a whole head
+STRANGER_S = 0.5  # age at which a connection without a valid request makes room for another
 _REQUEST = re.compile(r"(GET|POST) (/[!-~]{0,255}) HTTP/1\.[01]")
 _FIELD = re.compile(r"([!#$%&'*+.^_`|~0-9A-Za-z-]{1,64}):[ \t]*([\t -~]*?)[ \t]*")
 _PATH = re.compile(r"/heal/(\d{1,18})/(\d{1,18})/(header|body|digests|done)", re.ASCII)
@@ -114,7 +115,7 @@ class HealServer:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self.listener = socket.create_server((host, 0), family=family, backlog=MAX_CONNECTIONS)
         self.address = f"http://{Endpoint(host, self.listener.getsockname()[1])}"
-        self._lock = threading.Lock()
+        self._changed = threading.Condition()  # its lock guards `connections`
         self.connections: dict[_Connection, threading.Thread] = {}  # in the order of their arrival
         self._closed = False
         self._thread = threading.Thread(target=self._accept, name="heal-accept", daemon=True)
@@ -122,10 +123,11 @@ class HealServer:
 
     def close(self) -> None:
         """Ends all connections and threads. May be called twice."""
-        with self._lock:
+        with self._changed:
             self._closed, threads = True, [self._thread, *self.connections.values()]
             for connection in self.connections:  # with the lock, as one that is no longer listed may close its socket
                 connection.end()
+            self._changed.notify_all()
         with contextlib.suppress(OSError):  # it is not connected, but this interrupts accept
             self.listener.shutdown(socket.SHUT_RDWR)
         self.listener.close()
@@ -133,8 +135,9 @@ class HealServer:
             thread.join(timeout=HEAD_S)
 
     def forget(self, connection: _Connection) -> None:
-        with self._lock:
+        with self._changed:
             self.connections.pop(connection, None)
+            self._changed.notify_all()
 
     def _accept(self) -> None:
         while not self._closed:
@@ -146,21 +149,25 @@ class HealServer:
             connection = _Connection(self, sock)
             try:
                 self._start(connection)
-            except RuntimeError as error:  # too many connections, or no further thread
+            except RuntimeError as error:  # no further thread, or the server is closed
                 log.warning("a joiner's connection is refused: %s", error)
                 sock.close()
 
     def _start(self, new: _Connection) -> None:
-        """Starts a thread. Of too many connections ends the oldest that has sent no valid request; raises RuntimeError if all have."""
-        with self._lock:
+        """Starts a thread, once there is a place. Further joiners wait in the listener's queue meanwhile: refused, hundreds of them would
+        connect again several times a second. A connection without a valid request gives its place up after STRANGER_S."""
+        with self._changed:
+            while len(self.connections) >= MAX_CONNECTIONS and not self._closed:
+                stranger = next((one for one in self.connections if not one.trusted), None)
+                if stranger is None:
+                    self._changed.wait()
+                elif (left_s := stranger.began_s + STRANGER_S - time.monotonic()) > 0:
+                    self._changed.wait(left_s)
+                else:
+                    stranger.end()
+                    del self.connections[stranger]
             if self._closed:
                 raise RuntimeError("the server is closed")
-            if len(self.connections) >= MAX_CONNECTIONS:
-                untrusted = next((one for one in self.connections if not one.trusted), None)
-                if untrusted is None:
-                    raise RuntimeError(f"{MAX_CONNECTIONS} connections already")
-                untrusted.end()
-                del self.connections[untrusted]
             thread = self.make_thread(target=new.run, name="heal-joiner", daemon=True)
             thread.start()  # its `forget` waits for the lock
             self.connections[new] = thread
@@ -169,7 +176,7 @@ class HealServer:
 class _Connection:
     def __init__(self, server: HealServer, sock: socket.socket) -> None:
         self._server, self._sock = server, sock
-        self.trusted = False  # True: it has sent a valid request
+        self.trusted, self.began_s = False, time.monotonic()  # trusted: it has sent a valid request
         self._room = select.poll()  # ready when the kernel accepts more data
         self._room.register(sock, select.POLLOUT)
 

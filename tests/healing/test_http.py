@@ -461,6 +461,27 @@ def test_strangers_keep_nobody_out(world: World):
         assert equal(joiner.loaded, group.values) and len(server.connections) <= MAX_CONNECTIONS
 
 
+def test_joiners_beyond_the_places_wait_for_one(world: World):
+    """After a loss of all groups but one, or at step 0, hundreds heal from it: they are not sent away, to come again."""
+    source, head = (
+        world.source(large(1, chunks=2)),
+        b"GET /heal/3/7/header HTTP/1.1\r\nReader: j\r\nAuthorization: Bearer %s\r\n\r\n",
+    )
+    at = ("127.0.0.1", int(source.address.rpartition(":")[2]))
+    with ExitStack() as held:
+
+        def ask() -> socket.socket:
+            sock = held.enter_context(socket.create_connection(at, timeout=30))
+            sock.sendall(head % TOKEN.token.encode())
+            return sock
+
+        first = [ask() for _ in range(MAX_CONNECTIONS)]
+        assert [sock.recv(12) for sock in first] == [b"HTTP/1.1 200"] * MAX_CONNECTIONS
+        for gone, waiting in zip(first, [ask() for _ in range(8)], strict=False):
+            gone.close()
+            assert waiting.recv(12) == b"HTTP/1.1 200"
+
+
 def test_a_reader_that_is_done_makes_room_for_another():
     """All groups but one heal from that one at step 0: hundreds, one after the other."""
     offer = StateOffer(large(1, chunks=2).view(), quorum_id=1, step=0, joiners=200)
