@@ -78,6 +78,7 @@ def form_gloo(
     rendezvous.store.close()
     _set_timeout(backend, timedelta(seconds=rendezvous.left_s()))
     _hear_from_all(backend, rendezvous)
+    sockets.keep_alive(local=local, remote=remote)
     _set_timeout(backend, backstop)
     native = group_of(backend, "gloo", "cpu", rendezvous.rank, rendezvous.size)
     return GlooEngine(native, local, remote, _threads_of_gloo() - before)

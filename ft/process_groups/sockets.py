@@ -24,6 +24,9 @@ Address = tuple[str, int]  # IP address and port
 
 MAX_TRIES = 20  # to make a device while no other thread begins to listen
 DESCRIPTORS = Path("/proc/self/fd")
+# Seconds, seconds, a number: the first probe of an idle connection, the next ones, and how many may stay without an answer. A firewall
+# forgets a connection that is idle for 240 s or more, and then drops its packets: at the next all-reduce all groups would wait in vain.
+KEEPALIVE = {"TCP_KEEPIDLE": 60, "TCP_KEEPINTVL": 15, "TCP_KEEPCNT": 8}
 _one_at_a_time = threading.Lock()
 
 
@@ -37,6 +40,17 @@ def shutdown_matching(*, local: Collection[Address] = (), remote: Collection[Add
                 shutdown([sock], socket.SHUT_RDWR)
                 count += 1
     return count
+
+
+def keep_alive(*, local: Collection[Address] = (), remote: Collection[Address] = ()) -> None:
+    """Makes the kernel probe these sockets while they are idle, as between the rounds of semi-synchronous training. If descriptors run out,
+    some are missed."""
+    with suppress(OSError):
+        for sock in _sockets():
+            if _belongs(sock, local, remote):
+                for name, value in KEEPALIVE.items():
+                    sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
 
 
 def duplicates(*, local: Collection[Address] = (), remote: Collection[Address] = ()) -> list[socket.socket]:

@@ -153,6 +153,32 @@ def test_a_process_that_cannot_see_its_sockets_forms_gloo_without_their_addresse
 
 
 @linux
+def test_an_idle_connection_of_gloo_is_probed_by_the_kernel():
+    """Else a firewall forgets it, in a round of semi-synchronous training or a long save, and the next all-reduce never ends."""
+    store = serve()
+
+    def form(rank: int) -> GlooEngine:
+        forming = Rendezvous(form_gloo, f"127.0.0.1:{store.port}/pair", rank, 2, 120.0)
+        forming.start()
+        engine = forming.wait(120.0)
+        assert isinstance(engine, GlooEngine)
+        return engine
+
+    with ThreadPoolExecutor(2) as threads:
+        engines = list(threads.map(form, range(2)))
+    for engine in engines:
+        found = sockets.duplicates(local=engine.local, remote=engine.remote)
+        assert found and all(sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) for sock in found)
+        assert {sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) for sock in found} == {60}
+        for sock in found:
+            sock.close()
+    for engine in engines:
+        engine.interrupt()
+    for engine in engines:
+        engine.end()
+
+
+@linux
 def test_a_process_that_begins_to_listen_all_the_time_gets_no_device():
     made = list[socket.socket]()
     with pytest.raises(OSError, match="other threads of this process"):
