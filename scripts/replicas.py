@@ -27,7 +27,8 @@ from typing import IO, TYPE_CHECKING
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:] = [str(ROOT), *(folder for folder in sys.path if folder != str(ROOT / "scripts"))]
 
-from scripts.launch import LogFile, check, ranks_here, threads_per_rank  # noqa: E402 (our packages first)
+from ft.descriptors import raise_limit  # noqa: E402 (our packages first)
+from scripts.launch import LogFile, check, ranks_here, threads_per_rank  # noqa: E402
 from scripts.launch_settings import (  # noqa: E402
     MAX_SHORT_RUNS,
     RESTARTS_WITHIN_S,
@@ -306,6 +307,7 @@ def run(
 ) -> int:
     """Starts the groups and returns the exit code when all have ended; leaves no process. On the first of `stop_signals` they save and
     leave, through the command `stop` if given; a second one SAME_SIGNAL_S or more later, or the end of `grace_s`, kills them."""
+    raise_limit()  # a pipe and a log for each group
     parts: list[LighthouseSupervisor | ReplicaSupervisor] = [lighthouse, *groups]
     stopping = False
     try:

@@ -38,6 +38,7 @@ from torch._C import _distributed_c10d as c10d
 from torch.futures import Future
 from torch.utils._pytree import tree_leaves, tree_map
 
+from ft.descriptors import raise_limit
 from ft.process_groups.errors import Abandoned, MustExit, ProcessGroupError, RendezvousFailed
 from ft.process_groups.forming import Engine, Rendezvous
 from ft.process_groups.store import parse
@@ -401,6 +402,9 @@ class ProcessGroup(Collectives):
 
     def __init__(self, timeout: timedelta | float = 60.0, *, rendezvous_s: float = 10.0) -> None:
         super().__init__(0, 1)  # type: ignore[call-arg]  # missing in the stubs
+        # gloo has a connection to each member, and the store of rank 0 one to each rank that forms by it: to those of all groups, where
+        # only this group has the state
+        raise_limit()
         self.timeout_s = timeout.total_seconds() if isinstance(timeout, timedelta) else float(timeout)
         self.rendezvous_s = rendezvous_s
         self.reaper = Reaper()

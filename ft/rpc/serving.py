@@ -16,6 +16,7 @@ from typing import Any
 import grpc
 import grpc.aio
 
+from ft.descriptors import raise_limit
 from ft.rpc.access import Access, Endpoint, try_to_listen
 
 MAX_MESSAGE = 16 << 20  # bytes of a message: a quorum of some 50,000 groups, which a group may have to report
@@ -180,15 +181,12 @@ def room_for_connections(
     limits: tuple[int, int] | None = None, set_limits: Callable[[int, tuple[int, int]], None] = resource.setrlimit
 ) -> int:
     """Raises this process's limit of descriptors (`limits`: soft, hard). Returns the number of connections that it can then have."""
-    wanted, infinite = MAX_CONNECTIONS + OTHER_FILES, resource.RLIM_INFINITY
-    soft, hard = limits or resource.getrlimit(resource.RLIMIT_NOFILE)
-    most = wanted if hard == infinite else min(wanted, hard)
-    if soft != infinite and soft < most:
-        with suppress(ValueError, OSError):
-            set_limits(resource.RLIMIT_NOFILE, (most, hard))
-            log.info("the limit of open files is raised from %d to %d", soft, most)
-            soft = most
-    room = MAX_CONNECTIONS if soft == infinite else min(MAX_CONNECTIONS, max(16, soft - OTHER_FILES))
+    limits = limits or resource.getrlimit(resource.RLIMIT_NOFILE)
+    soft = raise_limit(MAX_CONNECTIONS + OTHER_FILES, limits, set_limits)
+    if soft != limits[0]:
+        log.info("the limit of open files is raised from %d to %d", limits[0], soft)
+    is_infinite = soft == resource.RLIM_INFINITY
+    room = MAX_CONNECTIONS if is_infinite else min(MAX_CONNECTIONS, max(16, soft - OTHER_FILES))
     if room < MAX_CONNECTIONS:
         log.warning("at most %d connections: the limit of open files (ulimit -n) is %d", room, soft)
     return room

@@ -28,6 +28,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 
 from ft.compat.process_groups import ErrorSwallowingProcessGroup, ProcessGroupDummy
+from ft.descriptors import MOST
 from ft.process_groups import shared, sockets
 from ft.process_groups.baby import ENDED, ChildEngine, ProcessGroupBabyGloo, ProcessGroupBabyNCCL
 from ft.process_groups.base import GroupWork, Operation, ProcessGroup, Reaper, reduction
@@ -185,6 +186,20 @@ def test_a_process_that_begins_to_listen_all_the_time_gets_no_device():
         sockets.listening_ends(lambda: made.extend(socket.create_server(("127.0.0.1", 0)) for _ in range(2)))
     for sock in made:
         sock.close()
+
+
+def test_a_process_with_a_group_may_open_as_many_files_as_the_machine_lets_it():
+    """A shell lets it open 1,024, fewer than a job of a few hundred groups needs."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(1024, hard), hard))
+    try:
+        ProcessGroupDummy()
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (
+            MOST if hard == resource.RLIM_INFINITY else min(MOST, hard),
+            hard,
+        )
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def test_the_reaper_counts_what_does_not_end():

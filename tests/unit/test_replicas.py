@@ -9,6 +9,7 @@ import locale
 import logging
 import os
 import re
+import resource
 import signal
 import socket
 import subprocess
@@ -250,6 +251,18 @@ def test_a_job_goes_on_where_nothing_can_be_said(tmp_path: Path):
     with suppress(OSError), Path("/dev/full").open("w", buffering=1) as full, redirect_stderr(full):
         codes.append(run([one], cast(Any, NoLighthouse()), [], grace_s=120.0))
     assert codes == [1]
+
+
+def test_a_launcher_may_open_a_pipe_and_a_log_for_each_of_a_thousand_groups(tmp_path: Path):
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(1024, hard), hard))
+    try:
+        one = Leaves("0", [], {}, tmp_path / "0.log", restarts=0)
+        one.told = True
+        assert run([one], cast(Any, NoLighthouse()), [], grace_s=120.0) == 0
+        assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] > min(1024, hard - 1)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 @pytest.mark.parametrize(("codes", "code"), [((143, 143), 143), ((0, 143), 0), ((1, 143), 1)])
