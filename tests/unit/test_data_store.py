@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 from collections import Counter
 from pathlib import Path
@@ -13,7 +14,7 @@ from hypothesis import settings as settings_of_hypothesis
 from hypothesis import strategies as st
 
 from training.data.order import PATTERN, Mixture, MixtureSource, StoreOrder, pattern, permuted, rounded
-from training.data.store import FORMAT, Store, StoreSettings, StoreWriter
+from training.data.store import FORMAT, MAPPED, Store, StoreSettings, StoreWriter
 
 WORDS = 10  # ids of a document
 
@@ -60,6 +61,21 @@ def test_shards_have_their_documents_the_held_out_last(store: Store):
     assert store.shards[1].tolist() == [*range(100, 190), *range(190, 200)]
     assert store.bounds(1).tolist() == list(range(0, 101, 10))
     assert not store.damaged_shards()
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="counts descriptors by /proc")
+def test_of_many_shards_a_process_maps_a_few_at_a_time(tmp_path: Path):
+    """A shell lets a process have 1,024 descriptors: a store of 2^28 ids a shard would end at 270 billion ids."""
+
+    def descriptors() -> int:
+        return len(os.listdir("/proc/self/fd"))  # noqa: PTH208
+
+    before, store = descriptors(), write(tmp_path / "store", 4 * MAPPED, shard_tokens=1)
+    assert len(store.shards) == 2 * MAPPED and descriptors() == before
+    order = StoreOrder(store, "all", seed=1, seq_len=WORDS)
+    for position in range(order.sequences_per_epoch):
+        assert np.diff(order.sequence(position)).tolist() == [1] * WORDS
+    assert before < descriptors() <= before + MAPPED
 
 
 @pytest.mark.parametrize("seq_len", [1, 7, 64])

@@ -12,7 +12,9 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,8 @@ FORMAT = 1
 MANIFEST, JOURNAL = "manifest.json", "journal.jsonl"
 DIGEST_BYTES = 1 << 24
 NPY_HEADER_BYTES = 128  # of an array with one axis, in .npy's version 1.0
+# shards of a store that a process has mapped at once: each takes a descriptor, and one of the 65,530 maps that Linux allows a process
+MAPPED = 64
 
 
 @dataclass(frozen=True)
@@ -71,6 +75,22 @@ class StoreManifest:
         return sum(shard.documents for shard in self.shards)
 
 
+class MappedShards(Sequence[np.ndarray]):
+    """The ids of each shard, [tokens], memory-mapped when they are read. Thread-safe."""
+
+    def __init__(self, folder: Path, dtype: str, count: int) -> None:
+        self._count = count
+        self._mapped = lru_cache(MAPPED)(lambda index: map_ids(folder / f"{index:05}.bin", dtype))
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, index: Any) -> Any:
+        if not 0 <= index < self._count:
+            raise IndexError(index)
+        return self._mapped(index)
+
+
 class Store:
     """An open store, memory-mapped. Pickled by its folder, for workers."""
 
@@ -88,10 +108,7 @@ class Store:
                 if size != wanted:
                     have = "is missing" if size is None else f"has {size} bytes instead of {wanted}"
                     raise ValueError(f"{setting}: {path} {have}; copy the store again, or prepare it again")
-        self.shards = [
-            map_ids(folder / f"{index:05}.bin", self.manifest.settings.dtype)
-            for index in range(len(self.manifest.shards))
-        ]
+        self.shards = MappedShards(folder, self.manifest.settings.dtype, len(self.manifest.shards))
 
     def __reduce__(self) -> tuple[object, ...]:
         return Store, (self.folder, self._setting)
