@@ -11,9 +11,9 @@ so is the gradient norm with a semi_sync_method. A new writer first writes the r
 steps that were not committed: each step is in metrics.jsonl and samples.jsonl exactly once. A process that was stopped (SIGSTOP) and
 continues still believes to be the writer, until it reads a newer quorum in the lease (writer_lease.py).
 
-The newest rows (ROWS_KEPT) are sent to healing groups and stored in each checkpoint, since a checkpoint may be of a step that only its
-writer has committed. If that group dies, the others repeat the step, and the files get their row of it. If all groups die after that, the
-job resumes from the checkpoint, and the next writer puts the checkpoint's rows in the place of those."""
+The newest rows (ROWS_KEPT, SENT_BYTES) are sent to healing groups and stored in each checkpoint, since a checkpoint may be of a step that
+only its writer has committed. If that group dies, the others repeat the step, and the files get their row of it. If all groups die after
+that, the job resumes from the checkpoint, and the next writer puts the checkpoint's rows in the place of those."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -34,6 +35,8 @@ ROWS_KEPT = 100  # at least; each quorum names the writer, so only the last few 
 SYNC_S = 5.0  # longest wait of a checkpoint for the rows before it
 FORMER_KINDS = {"journals": "metrics", "records": "samples"}  # in checkpoints of earlier versions
 ROW_BYTES = 1000  # memory of a row, without its text
+# most bytes of the rows that are sent, as a joiner accepts 8 MiB in all; a row of samples has some 30 for each of up to 8,192 slots
+SENT_BYTES = 2 << 20
 
 
 class Row(NamedTuple):
@@ -115,8 +118,14 @@ class MetricsWriter:
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the newest rows, for a healing group or a checkpoint: the group that loads them may be the next writer."""
+        rows, left_bytes = list[Row](), SENT_BYTES
         with self._lock:
-            return {"rows": json.dumps([kept.row for kept in self.kept][-self._rows_kept :])}
+            for kept in islice(reversed(self.kept), self._rows_kept):
+                left_bytes -= kept.size_bytes
+                if left_bytes < 0:
+                    break
+                rows.append(kept.row)
+        return {"rows": json.dumps(rows[::-1])}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         with self._lock:

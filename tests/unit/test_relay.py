@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 
+from ft.config import MAX_SLOTS
+from ft.healing.format import MAX_HEADER_BYTES, StateManifest
 from ft.protocol.step import Ledger
 from scripts.samples import prove, read
 from tests.unit.fakes import replace_system_call
@@ -260,6 +262,23 @@ def lose(path: Path, lines: int) -> None:
     """Simulates a power failure: removes the last lines, and appends an incomplete one."""
     whole = path.read_bytes().splitlines(keepends=True)
     path.write_bytes(b"".join(whole[: len(whole) - lines]) + b'{"step": 9')
+
+
+def test_the_rows_that_are_sent_fit_into_a_heal(tmp_path: Path):
+    """With the most slots of a step, and names as long as those of pods: else no group could heal after some fifty steps."""
+    one = Group(tmp_path, writes=False)
+    slots = {str(position): f"{position % 1000}-of-the-groups-of-a-long-name:01234567" for position in range(MAX_SLOTS)}
+    for step in range(1, ROWS_KEPT // 2 + 1):
+        one.relay.write("metrics", step, {"loss": float(step)})
+        one.relay.write("samples", step, {"slots": slots})
+    state = one.relay.state_dict()
+    assert len(StateManifest.describe({"figures": state}).encode()) < MAX_HEADER_BYTES / 2
+    kinds_and_steps = [(kind, step) for kind, step, _ in json.loads(state["rows"])]
+    assert kinds_and_steps[-3:] == [
+        ("samples", ROWS_KEPT // 2 - 1),
+        ("metrics", ROWS_KEPT // 2),
+        ("samples", ROWS_KEPT // 2),
+    ]
 
 
 @pytest.mark.parametrize("lost", [(0, 0), (1, 0), (0, 2), (3, 3)], ids=str)
