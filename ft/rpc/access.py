@@ -188,12 +188,15 @@ def has_ipv6() -> bool:  # True: ::1 can be bound
         return False
 
 
-def this_host() -> str:
-    """Returns the host name with the pid namespace: a container may have the host's name, but its process IDs (pids) differ."""
-    namespace = ""
+def this_host(proc: Path = Path("/proc")) -> str:
+    """Returns the host name with the pid namespace and the ID of the kernel's boot. A container may have the host's name, but its process
+    IDs (pids) differ. Two machines may have one name, and the number of the first namespace is the same on all."""
+    namespace = boot_id = ""
     with suppress(OSError):
-        namespace = str(Path("/proc/self/ns/pid").readlink())
-    return f"{socket.gethostname()} {namespace}"
+        namespace = str((proc / "self/ns/pid").readlink())
+    with suppress(OSError):
+        boot_id = (proc / "sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    return f"{socket.gethostname()} {namespace} {boot_id}"
 
 
 def try_to_listen(endpoint: Endpoint, what: str = "--bind") -> None:

@@ -28,7 +28,7 @@ from ft.compat.group import TorchftConnection
 from ft.protocol import messages as m
 from ft.protocol.group import GroupConfig
 from ft.rpc import codec
-from ft.rpc.access import Access
+from ft.rpc.access import Access, this_host
 from ft.rpc.clients import GroupClient, GroupServerProcess, Stale
 from ft.rpc.driver import now_s
 from ft.rpc.generated import pharos_pb2, torchft_pb2
@@ -635,6 +635,23 @@ def test_who_is_dying_is_told_by_the_signals_that_wait(tmp_path: Path, line: str
     (tmp_path / "7").mkdir()
     (tmp_path / "7" / "status").write_text(f"Name:\tpython\n{line}\n")
     assert Process(7, proc=tmp_path).is_dying() is dying
+
+
+def test_two_machines_of_one_name_are_two(tmp_path: Path):
+    """A server that takes the pid of another machine's rank for one of its own kills a stranger."""
+
+    def machine(name: str, boot_id: str) -> Path:
+        (tmp_path / name / "self" / "ns").mkdir(parents=True)
+        (tmp_path / name / "self" / "ns" / "pid").symlink_to(
+            "pid:[4026531836]"
+        )  # the first namespace, on every machine
+        (boot := tmp_path / name / "sys" / "kernel" / "random").mkdir(parents=True)
+        (boot / "boot_id").write_text(f"{boot_id}\n")
+        return tmp_path / name
+
+    one, same, other = machine("one", "0b7e"), machine("same", "0b7e"), machine("other", "91ac")
+    assert this_host(one) == this_host(same) != this_host(other)
+    assert this_host(tmp_path).split() == [socket.gethostname()], "without /proc"
 
 
 def test_a_group_that_waits_is_told_what_for_and_sigterm_lets_its_ranks_go(team: Callable[..., Team]):
