@@ -26,7 +26,7 @@ from ft.protocol.rules import fingerprint_mismatches
 # Called with the error, or None, and with the sender's rank of recv_anysource, or -1.
 Ended = Callable[[Exception | None, int], object]
 ACKNOWLEDGE_S = 1.0  # timeout of telling the store that this member knows of its own mismatch
-VERSION = "3"  # version of the keys in the store and of the messages between members
+VERSION = "4"  # version of the keys in the store and of the messages between members
 
 
 class Engine(Protocol):

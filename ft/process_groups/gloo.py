@@ -33,6 +33,8 @@ LINGER_S = 1.0  # time until sockets are closed: an earlier reset could discard 
 AGAIN_S = 0.5  # between two tries to duplicate sockets if no descriptors are left
 CONNECTS = 5  # gloo waits this many times its timeout for a peer to connect (waitUntil in its transport/tcp/pair.cc)
 NO_TAG = (1 << 31) - 1  # tag of a message that is never sent
+HEARD_BYTES = 10 << 10  # of each other member while the group forms: more than the largest packet of Ethernet
+NAMED = 8  # most members named in an error
 log = logging.getLogger("pharos.group")
 
 
@@ -91,14 +93,22 @@ def _set_timeout(backend: Any, timeout: timedelta) -> None:
 
 
 def _hear_from_all(backend: Any, rendezvous: Rendezvous) -> None:
-    """Checks all connections by an exchange of ranks, while forming may still fail: gloo accepts any connection that sends the next number
-    (8 bytes) as a member, which would be noticed only after collective_s. Raises RendezvousFailed.
+    """Checks all connections by an exchange of ranks, while forming may still fail. gloo accepts any connection that sends the next number
+    (8 bytes) as a member; and a link may lose all large packets, of an MTU that a switch or a tunnel lacks, though members connect. Either
+    would be noticed only after collective_s. Raises RendezvousFailed.
 
     Waits for the future: torch leaks a hundred bytes for each thread that has waited for a work, and each call has a new thread."""
-    heard, mine = torch.empty(rendezvous.size, dtype=torch.int64), torch.full((rendezvous.size,), rendezvous.rank)
-    backend.alltoall_base(heard, mine, [], [], c10d.AllToAllOptions()).get_future().wait()
-    if not torch.equal(heard, torch.arange(rendezvous.size)):
-        raise RendezvousFailed(f"a connection is not the expected member's: ranks {heard.tolist()}")
+    ranks = torch.arange(rendezvous.size).unsqueeze(1).expand(-1, HEARD_BYTES // 8)  # int64: 8 bytes each
+    heard, mine = torch.full(ranks.shape, -1), torch.full(ranks.shape, rendezvous.rank)
+    try:
+        backend.alltoall_base(heard, mine, [], [], c10d.AllToAllOptions()).get_future().wait()
+    except RuntimeError as error:
+        silent = [rank for rank, whole in enumerate((heard == ranks).all(1).tolist()) if not whole]
+        named = ", ".join(map(str, silent[:NAMED])) + f" and {len(silent) - NAMED} more" * (len(silent) > NAMED)
+        why = f"members have connected, but {HEARD_BYTES} bytes did not arrive from replica ranks {named}: {error}"
+        raise RendezvousFailed(why) from None
+    if not torch.equal(heard, ranks):
+        raise RendezvousFailed(f"a connection is not the expected member's: ranks {heard[:, 0].tolist()}")
 
 
 class GlooEngine:

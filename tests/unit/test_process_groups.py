@@ -154,6 +154,35 @@ def test_a_process_that_cannot_see_its_sockets_forms_gloo_without_their_addresse
 
 
 @linux
+def test_members_between_which_only_small_packets_pass_are_named_while_the_group_forms():
+    """They connect and answer probes: else the first all-reduce would wait until collective_s, in each generation anew."""
+    store, sizes = serve(), list[int]()
+
+    class LosesLargePackets(dist.ProcessGroupGloo):  # type: ignore[misc]
+        def alltoall_base(self, heard: torch.Tensor, mine: torch.Tensor, *more: Any) -> Any:
+            sizes.append(heard.nbytes // len(heard))
+            for member in (0, self.rank()):
+                heard[member] = member
+            heard[1, 0] = 1  # the first packet was small
+            raise RuntimeError("timed out")
+
+    def form(rank: int) -> str:
+        forming = Rendezvous(
+            partial(form_gloo, backend_class=LosesLargePackets), f"127.0.0.1:{store.port}/three", rank, 3, 120.0
+        )
+        forming.start()
+        with pytest.raises(RendezvousFailed) as failure:
+            forming.wait(120.0)
+        return str(failure.value)
+
+    with ThreadPoolExecutor(3) as threads:
+        why = list(threads.map(form, range(3)))
+    said = "members have connected, but 10240 bytes did not arrive from replica ranks"
+    assert why == [f"{said} {ranks}: timed out" for ranks in ("1, 2", "2", "1")]
+    assert min(sizes) > 9216, "more than a jumbo frame"
+
+
+@linux
 def test_an_idle_connection_of_gloo_is_probed_by_the_kernel():
     """Else a firewall forgets it, in a round of semi-synchronous training or a long save, and the next all-reduce never ends."""
     store = serve()
