@@ -7,9 +7,8 @@ from collections.abc import Callable
 from contextlib import suppress
 
 Limits = tuple[int, int]  # soft, hard
-MOST = (
-    1 << 16
-)  # of a trainer or a launcher: eight in each of a thousand groups for a store, with room for gloo, files and joiners
+# of a trainer or a launcher: eight in each of a thousand groups for a store, with room for gloo, files and joiners
+MOST = 1 << 16
 
 
 def raise_limit(
