@@ -642,9 +642,8 @@ def test_two_machines_of_one_name_are_two(tmp_path: Path):
 
     def machine(name: str, boot_id: str) -> Path:
         (tmp_path / name / "self" / "ns").mkdir(parents=True)
-        (tmp_path / name / "self" / "ns" / "pid").symlink_to(
-            "pid:[4026531836]"
-        )  # the first namespace, on every machine
+        # the first namespace, on every machine
+        (tmp_path / name / "self" / "ns" / "pid").symlink_to("pid:[4026531836]")
         (boot := tmp_path / name / "sys" / "kernel" / "random").mkdir(parents=True)
         (boot / "boot_id").write_text(f"{boot_id}\n")
         return tmp_path / name
