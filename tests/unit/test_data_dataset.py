@@ -259,5 +259,5 @@ def test_a_store_is_mapped_once_whatever_the_number_of_segments(tmp_path: Path) 
             resumed(data, state, 10 * seed)
         state = data.state_dict()
     orders = data.orders()
-    assert [first for first, order in orders if order is not None] == [0, 10, 20, 30]
+    assert [first for first, order in orders if order is not None and len(order.sequence(0))] == [0, 10, 20, 30]
     assert Path("/proc/self/maps").read_text().count(str(tmp_path.resolve() / "a" / "00000.bin")) == 1
