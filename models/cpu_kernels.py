@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from typing import Any, cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
 
@@ -22,6 +23,21 @@ def _row_blocks(rows: int, width: int) -> Iterator[slice]:
     """Yields slices of `rows` for blocks of about _BLOCK_ELEMENTS elements."""
     step = max(1, _BLOCK_ELEMENTS // max(1, width))
     return (slice(start, start + step) for start in range(0, rows, step))
+
+
+class Embedding(Function):
+    """Adds up the gradients of a row in fp32. torch adds them up in the weight's dtype: a sum in bf16 stops growing after some hundred."""
+
+    @staticmethod
+    def forward(ctx: Any, ids: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(ids)
+        ctx.rows = weight.shape[0]
+        return F.embedding(ids, weight)
+
+    @staticmethod
+    def backward(ctx: Any, grad_out: Tensor) -> tuple[None, Tensor]:
+        grad = torch.ops.aten.embedding_dense_backward(grad_out.float(), *ctx.saved_tensors, ctx.rows, -1, False)
+        return None, grad.to(grad_out.dtype)
 
 
 class BlockedCausalAttention(Function):

@@ -112,7 +112,7 @@ class Llama(Model):
         self.config = config
         self.dim = config.dim
         self.max_seq_len = max_seq_len
-        self.tok_embeddings = nn.Embedding(vocab_size, config.dim)
+        self.tok_embeddings = Embedding(vocab_size, config.dim)
         self.layers = nn.ModuleDict({str(i): Block(config) for i in range(config.n_layers)})
         self.norm = RMSNorm(config.dim, config.norm_eps)
         self.output = Head(config.dim, vocab_size, bias=False)
@@ -231,6 +231,13 @@ class FeedForward(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:  # [B, T, C]
         return self.w2(F.silu(self.w1(x)) * self.w3(x))  # SwiGLU (Shazeer 2020, arXiv 2002.05202)
+
+
+class Embedding(nn.Embedding):
+    """torch's Embedding, with the operation of models/ops.py."""
+
+    def forward(self, input: Tensor) -> Tensor:  # tokens [B, T]
+        return ops.embedding(input, self.weight)  # [B, T, C]
 
 
 class RMSNorm(nn.RMSNorm):

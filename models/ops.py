@@ -1,7 +1,8 @@
 """Operations of a transformer block and of the loss, as functions of tensors.
 
 CUDA, DTensors and compiled code use torch's kernels. CPUs in eager mode use those of models/cpu_kernels.py; `_in_blocks` chooses.
-Matmuls accumulate in fp32; norms, rotations, softmax and loss compute in fp32 and round once.
+Matmuls accumulate in fp32; norms, rotations, softmax and loss compute in fp32 and round once, as does the gradient of embeddings
+on CPUs.
 
 Letters: B batch, T tokens, S tokens of keys and values, C width, H query heads, K key/value heads, D head dim, F feed-forward width, N rows
 (tokens of the whole batch), V vocabulary."""
@@ -20,6 +21,13 @@ from models import cpu_kernels
 
 BLOCKWISE_TYPES: set[type] = {Tensor, nn.Parameter}  # tensor types computed in blocks; --explain adds its own
 _BLOCKS_UP_TO = 1024  # tokens; for more, torch's attention on a CPU is as fast, unless it needs a mask
+
+
+def embedding(ids: Tensor, weight: Tensor) -> Tensor:
+    """Returns the rows `ids` of weight [V, C], in its dtype."""
+    if weight.device.type == "cpu" and weight.dtype.itemsize < 4 and not torch.compiler.is_compiling():
+        return cast(Tensor, cpu_kernels.Embedding.apply(ids, weight))  # of DTensors, too
+    return F.embedding(ids, weight)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

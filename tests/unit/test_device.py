@@ -92,7 +92,7 @@ def test_weights_are_drawn_by_a_generator_of_the_host_wherever_they_lie() -> Non
 ROOT = Path(__file__).resolve().parents[2]
 # Files outside parallelisms/device.py and ft/device.py that ask for a kind of device, how often, and why there.
 ELSEWHERE = {
-    "models/ops.py": (5, "knows of torch alone: a CPU or not, and where the grouped kernel is"),
+    "models/ops.py": (6, "knows of torch alone: a CPU or not, and where the grouped kernel is"),
     "configs/check.py": (3, "which settings are CUDA's alone"),
     "tools/explain/rank.py": (1, "acts CUDA's kernels out on tensors of the CPU"),
     "tools/explain/command.py": (4, "the values of --device, and advice about GPUs"),

@@ -11,6 +11,7 @@ import torch
 
 from configs.schema import RunConfig
 from models import llama, moe, qwen3
+from models.contract import set_dtype
 from models.init import BLOCK_ROWS, draw, normal_
 from training.components import Components
 
@@ -138,6 +139,17 @@ def test_published_spread_of_initial_values():
     head = dict(model.named_parameters())["output.weight"]
     assert head.abs().max() <= 3 * 256**-0.5 and head.std().item() == pytest.approx(256**-0.5 * 0.9866, rel=0.02)
     assert (model.norm.weight == 1).all()
+
+
+def test_the_gradient_of_a_frequent_token_is_summed_in_fp32():
+    """A thousand ones: in bf16 the sum would stop at 256."""
+    model = built()
+    set_dtype(model, torch.bfloat16)
+    rows = model.tok_embeddings(torch.zeros(1000, dtype=torch.int64))
+    rows.backward(torch.ones_like(rows))
+    gradient = model.tok_embeddings.weight.grad
+    assert rows.dtype == gradient.dtype == torch.bfloat16
+    assert gradient[0].tolist() == [1000.0] * SMALL.dim and not gradient[1:].any()
 
 
 def test_cached_logits_equal_uncached():

@@ -121,6 +121,7 @@ def fake_rank(*, global_rank: int, world_size: int, device_type: DeviceType) -> 
             patches = [
                 mock.patch.multiple(F, rms_norm=_FusedRMSNorm.apply, scaled_dot_product_attention=_attention),
                 mock.patch.object(ops, "document_attention", _attention),
+                mock.patch.object(ops, "embedding", F.embedding),
             ]
         else:
             patches = [
@@ -129,7 +130,9 @@ def fake_rank(*, global_rank: int, world_size: int, device_type: DeviceType) -> 
                 ),  # fake tensors take the blockwise path, too
                 mock.patch.object(ops.cpu_kernels, "first_keys", one_document),
             ]
-        with patches[0], patches[1], mock.patch.object(ops, "host_sizes", even_sizes):
+        with ExitStack() as stack:
+            for patch in (*patches, mock.patch.object(ops, "host_sizes", even_sizes)):
+                stack.enter_context(patch)
             yield
     finally:
         dist.destroy_process_group()
