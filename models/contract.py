@@ -148,8 +148,8 @@ class Model(nn.Module):
 
 
 class Head(nn.Linear):
-    """The output projection [V, C]. Called with labels it returns the loss, so that the logits need not be in memory as a whole and FSDP
-    gathers the weight while the loss is computed."""
+    """The output projection [V, C], without a bias, which the loss would leave out (`check_contract` refuses one). Called with labels it
+    returns the loss, so that the logits need not be in memory as a whole and FSDP gathers the weight while the loss is computed."""
 
     loss: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None  # (hidden [B, T, C], weight [V, C], labels [B, T])
 
@@ -214,6 +214,7 @@ def check_contract(model: nn.Module, name: str) -> None:
             for key in ("tok_embeddings", "norm")
         ),
         (isinstance(output, Head), f"output is {type(output).__name__}, not Head"),
+        (getattr(output, "bias", None) is None, "output has a bias, which the loss leaves out"),
         (isinstance(getattr(model, "dim", None), int), "it has no dim, the width of the hidden state"),
         ("labels" in takes.parameters, "its forward takes no labels"),
         *(

@@ -112,6 +112,7 @@ OTHER_MODELS = {  # a line of __init__ or a method of the class -> what is said 
     "self.layers = nn.ModuleList(self.layers.values())": "layers is ModuleList, not nn.ModuleDict (models/contract.py)",
     "self.layers = nn.ModuleDict({'block0': self.layers['0']})": 'layers is named block0, not "0", "1", ... (models/contract.py)',
     "self.output = nn.Linear(256, 259)": "output is Linear, not Head (models/contract.py)",
+    "self.output = llama.Head(256, 259)": "output has a bias, which the loss leaves out (models/contract.py)",
     "self.embedding = self.tok_embeddings; del self.tok_embeddings": "it has no module tok_embeddings (models/contract.py)",
     "self.dim = None": "it has no dim, the width of the hidden state (models/contract.py)",
     "self.gain = nn.Parameter(empty(()))": "gain has no dim to shard; make it [1] (models/contract.py)",
