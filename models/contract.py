@@ -278,9 +278,11 @@ def call_error(place: str, call: str, error: Exception) -> ValueError:
 
 
 def set_dtype(model: nn.Module, dtype: torch.dtype) -> None:
-    """Converts the parameters, except those of routers, which stay fp32. Buffers, such as the rotary table, keep their dtype."""
-    for module in model.modules():
-        for parameter in () if isinstance(module, Router) else module.parameters(recurse=False):
+    """Converts the parameters, except those of routers and of modules in them, which stay fp32. Buffers, such as the rotary table, keep
+    their dtype."""
+    of_routers = {id(p) for module in model.modules() if isinstance(module, Router) for p in module.parameters()}
+    for parameter in model.parameters():
+        if id(parameter) not in of_routers:
             parameter.data = parameter.data.to(dtype)
 
 

@@ -12,7 +12,7 @@ from typing import Annotated, Literal
 
 from torch import nn
 
-from models.contract import Model
+from models.contract import Model, Router
 from parallelisms.device import cuda_capability
 
 CAPABILITY = (8, 9)  # Ada; the first compute capability with float8 matmuls
@@ -65,12 +65,15 @@ class Float8Config:
 
 
 def layers_to_convert(model: nn.Module, filter_fqns: tuple[str, ...]) -> list[str]:
-    """Returns the names of the linear layers whose sizes the kernels support, except filtered ones and the head, which is a subclass."""
+    """Returns the names of the linear layers whose sizes the kernels support, except filtered ones, routers' and the head, a subclass."""
+    named = list(model.named_modules(remove_duplicate=False))
+    routers = tuple(f"{name}." for name, module in named if isinstance(module, Router))
     return [
         name
-        for name, module in model.named_modules(remove_duplicate=False)
+        for name, module in named
         if type(module) is nn.Linear
         and module.in_features % MULTIPLE == module.out_features % MULTIPLE == 0
+        and not name.startswith(routers)
         and not any(word in name for word in filter_fqns)
     ]
 

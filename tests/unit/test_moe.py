@@ -12,9 +12,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from models import moe, moe_hf, ops
+from models.contract import Router, set_dtype
 from models.llama import FeedForward
 from parallelisms.activation_checkpoint import ActivationCheckpointConfig, apply_activation_checkpoint
 from parallelisms.expert import check_experts
+from parallelisms.float8 import layers_to_convert
 from parallelisms.mesh import ParallelismConfig, degrees
 from training.optimizer import OptimizerConfig, ShardedAdam, build_optimizer
 
@@ -148,6 +150,24 @@ def test_the_router_is_fp32_whatever_the_rest_computes_in():
     weights, _ = layer.router(x.bfloat16())
     assert weights.dtype == torch.float32
     torch.testing.assert_close(weights, layer.router(x.bfloat16().float())[0], rtol=0, atol=0)
+
+
+def test_a_linear_layer_of_a_router_is_of_the_router():
+    """A router that is written with nn.Linear stays fp32, too, and is not converted to float8."""
+
+    class LinearRouter(Router):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gate = nn.Linear(32, 16, bias=False)
+
+    model = built(replace(SMALL, shared_hidden_dim=16))
+    layer = cast(Any, model.layers["1"].feed_forward)
+    layer.router = LinearRouter()
+    found = layers_to_convert(model, ())
+    assert "layers.1.feed_forward.shared.w1" in found and "layers.1.feed_forward.router.gate" not in found
+    set_dtype(model, torch.bfloat16)
+    for name, parameter in model.named_parameters():
+        assert (parameter.dtype == torch.float32) == ("router" in name), name
 
 
 @pytest.mark.parametrize("counts", [[3, 0, 5, 2], [0, 0, 10, 0]])
