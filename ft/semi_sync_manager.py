@@ -11,7 +11,7 @@ before its commit. The ledger assigns a window of inner_steps batches, trained o
 
 Choices that the papers leave open:
 - Groups agree only on the outer weights. A group that heals receives these and the outer optimizer's state, which do not change during a
-  round; its local weights start from them, and its inner optimizer starts anew.
+  round; its local weights start from them. Its inner optimizer is its own: new in a process that joins, else the state that it had.
 - A window that does not count (its loss is NaN, or it was assigned anew) has no effect: local weights are set back to the outer ones, so
   no sample is in the weights twice. Steps of other fragments since their last reduction are lost with it.
 - Means are over the groups that contributed, with equal weights, as in the papers.
