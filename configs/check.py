@@ -25,7 +25,7 @@ from configs.errors import explained, raise_problems
 from configs.keys import to_text
 from configs.load import CONFIG_FILE, HELD_OUT, exists, section_types
 from configs.schema import RunConfig
-from models.contract import Model, check_contract, has_experts, nearest
+from models.contract import Model, has_experts, nearest
 from parallelisms.activation_checkpoint import check_blocks
 from parallelisms.device import local_device_type
 from parallelisms.execution import CompileConfig
@@ -511,8 +511,7 @@ def check_model(config: RunConfig, model: Model, *, world_size: int) -> None:
 
 
 def _check_contract_and_layout(config: RunConfig, model: Model, world_size: int) -> None:
-    """The model must have the parts of the contract that the run uses; patterns and plans must fit it."""
-    check_contract(model, config.model.name)
+    """The model, of meta_model, must have the parts of the contract that the layout uses; patterns and plans must fit it."""
     check_patterns(config.optimizer, model)
     check_float8(model, config.float8)
     check_blocks(config.activation_checkpoint, len(model.layers))

@@ -127,7 +127,10 @@ def job_of(config: RunConfig, *, world_size: int, device: str) -> ExplainedJob:
     training, model = config.training, config.model
     vocab_size = model.vocab_size or build_tokenizer(model.tokenizer_path).vocab_size
     build = partial(model_module(model.name).build, model, vocab_size=vocab_size, max_seq_len=training.seq_len)
-    whole = config.meta_model(vocab_size)
+    try:
+        whole = config.meta_model(vocab_size)
+    except ValueError as error:
+        raise ValueError(config.origin.explain(str(error))) from error
     check_model(config, whole, world_size=world_size)
     try:  # the simulation leaves out the values: here the names are visited
         with torch.no_grad():
