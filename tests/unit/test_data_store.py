@@ -65,17 +65,18 @@ def test_shards_have_their_documents_the_held_out_last(store: Store):
 
 @pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="counts descriptors by /proc")
 def test_of_many_shards_a_process_maps_a_few_at_a_time(tmp_path: Path):
-    """A shell lets a process have 1,024 descriptors: a store of 2^28 ids a shard would end at 270 billion ids."""
+    """A shell lets a process have 1,024 descriptors: with 2^28 ids a shard, the stores of a mixture would end at 270 billion ids."""
 
     def descriptors() -> int:
         return len(os.listdir("/proc/self/fd"))  # noqa: PTH208
 
-    before, store = descriptors(), write(tmp_path / "store", 4 * MAPPED, shard_tokens=1)
-    assert len(store.shards) == 2 * MAPPED and descriptors() == before
-    order = StoreOrder(store, "all", seed=1, seq_len=WORDS)
-    for position in range(order.sequences_per_epoch):
-        assert np.diff(order.sequence(position)).tolist() == [1] * WORDS
-    assert before < descriptors() <= before + MAPPED
+    before, stores = descriptors(), [write(tmp_path / name, MAPPED + 32, shard_tokens=1) for name in ("a", "b")]
+    assert sum(len(store.shards) for store in stores) == MAPPED + 32 and descriptors() == before
+    for store in stores:
+        order = StoreOrder(store, "all", seed=1, seq_len=WORDS)
+        for position in range(order.sequences_per_epoch):
+            assert np.diff(order.sequence(position)).tolist() == [1] * WORDS
+    assert descriptors() <= before + MAPPED
 
 
 @pytest.mark.parametrize("seq_len", [1, 7, 64])

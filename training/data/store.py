@@ -28,8 +28,8 @@ FORMAT = 1
 MANIFEST, JOURNAL = "manifest.json", "journal.jsonl"
 DIGEST_BYTES = 1 << 24
 NPY_HEADER_BYTES = 128  # of an array with one axis, in .npy's version 1.0
-# shards of a store that a process has mapped at once: each takes a descriptor, and one of the 65,530 maps that Linux allows a process
-MAPPED = 64
+# shards of all stores that a process has mapped at once: each takes one of the 1,024 descriptors that a shell allows a process
+MAPPED = 256
 
 
 @dataclass(frozen=True)
@@ -79,8 +79,7 @@ class MappedShards(Sequence[np.ndarray]):
     """The ids of each shard, [tokens], memory-mapped when they are read. Thread-safe."""
 
     def __init__(self, folder: Path, dtype: str, count: int) -> None:
-        self._count = count
-        self._mapped = lru_cache(MAPPED)(lambda index: map_ids(folder / f"{index:05}.bin", dtype))
+        self.folder, self.dtype, self._count = folder, dtype, count
 
     def __len__(self) -> int:
         return self._count
@@ -88,7 +87,12 @@ class MappedShards(Sequence[np.ndarray]):
     def __getitem__(self, index: Any) -> Any:
         if not 0 <= index < self._count:
             raise IndexError(index)
-        return self._mapped(index)
+        return _mapped(self, index)
+
+
+@lru_cache(MAPPED)
+def _mapped(shards: MappedShards, index: int) -> np.ndarray:
+    return map_ids(shards.folder / f"{index:05}.bin", shards.dtype)
 
 
 class Store:
