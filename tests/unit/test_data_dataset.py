@@ -203,9 +203,10 @@ def test_a_setting_that_this_version_does_not_have(tmp_path: Path) -> None:
     forks = {**segment, "settings": {**segment["settings"], "dataset_window": 3}}
     assert resumed(data, {"digest": json.dumps([forks])}, 7) == "" and [each.first for each in data.segments] == [0]
     assert first_ids(data, [8]) == [data.order(seed=5, seq_len=16).sequence(8).tolist()]
-    forks["settings"]["seed"] = 4
-    assert "a new epoch begins at sequence 7" in resumed(data, {"digest": json.dumps([forks])}, 7)
-    assert data.orders()[0] == (0, None)
+    for other in ({"dataset_window": 3, "seed": 4}, {"sources": [{"path": "a", "window": 3}]}):
+        forks["settings"] = {**segment["settings"], **other}
+        assert "a new epoch begins at sequence 7" in resumed(data, {"digest": json.dumps([forks])}, 7)
+        assert data.orders()[0] == (0, None)
 
 
 def test_other_stores_and_weights(tmp_path: Path) -> None:

@@ -69,7 +69,10 @@ class DataSegment:
 
     def config(self, config: TrainingConfig) -> TrainingConfig:
         """Returns `config` with the settings of this segment. Raises ValueError for a setting that this version does not have."""
-        if unknown := self.settings.keys() - {field.name for field in fields(config)}:
+        known = {"": fields(config), "sources.": fields(SourceConfig)}
+        found = {"": self.settings.keys(), "sources.": {key for source in self.settings["sources"] for key in source}}
+        unknown = {key + name for key in known for name in found[key] - {field.name for field in known[key]}}
+        if unknown:
             raise ValueError(f"training.{min(unknown)}: not a setting of this version")
         sources = tuple(SourceConfig(**source) for source in self.settings["sources"])
         config = replace(config, **{**self.settings, "sources": sources, "skip": ()})
@@ -313,7 +316,7 @@ class StoredData(_OrderedData):
     ) -> None:
         super().__init__(config, tokenizer, validation_stores)
         self._stores, self._holds_out = stores, config.dataset_held_out > 0
-        # also those that only earlier segments have: each maps all of its shards, and a process may have 65,530 mappings
+        # also those that only earlier segments have: segments share a store, whose manifest lists all of its shards
         self._opened = {store.folder: store for store in stores}
         keys = [store.key for store in stores]
         self.digest = keys[0] if len(keys) == 1 else sha256("".join(keys).encode()).hexdigest()[:32]
