@@ -179,8 +179,9 @@ class RunLock(AppendedFile):
     ) -> None:
         run_folder.mkdir(parents=True, exist_ok=True)
         super().__init__(run_folder / "lock")
-        locked, (owner, machine) = try_lock(self._fd, shared=shared), self._read_owner()
-        if locked is False and machine not in ("", boot_id()):
+        locked = try_lock(self._fd, shared=shared)
+        owner, machine = self._read_owner() if locked is False else ("", "")
+        if machine not in ("", boot_id()):
             log(f"{run_folder} is in use by {owner}: waits {DEAD_LOCK_S} s, as that machine may have died")
             for _ in range(DEAD_LOCK_S):
                 pause(1.0)
@@ -197,6 +198,7 @@ class RunLock(AppendedFile):
         own = f"process {os.getpid()} on {socket.gethostname()}\n{boot_id()}"
         content = ("replica groups, named in groups/*/lock" if shared else own).encode()
         with suppress(OSError):  # on a full disk the lock is held without the owner's name
+            self.read_size()  # another launch may have written its name since the file was opened
             if self.read(0, self.size_bytes) != content:
                 self.truncate(0)
                 self.append(content)
@@ -207,8 +209,8 @@ class RunLock(AppendedFile):
 
     def _read_owner(self) -> tuple[str, str]:
         """Returns the name of the process that has written the file last, and its `boot_id`; "": not known."""
-        self.read_size()  # another launch may have written its name since the file was opened
-        owner, _, machine = self.read(0, self.size_bytes).decode().strip().partition("\n")
+        self.read_size()
+        owner, _, machine = self.read(0, self.size_bytes).decode(errors="replace").strip().partition("\n")
         return owner, machine
 
 

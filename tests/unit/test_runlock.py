@@ -47,6 +47,13 @@ def test_a_killed_start_holds_nothing(tmp_path: Path) -> None:
     RunLock(tmp_path).close()
 
 
+def test_what_an_unlocked_file_has_does_not_matter(tmp_path: Path) -> None:
+    """After a power failure its content may be that of anything."""
+    (tmp_path / "lock").write_bytes(b"\xff\x00")
+    with closing(RunLock(tmp_path)), pytest.raises(ValueError, match=f"process {os.getpid()} on"):
+        RunLock(tmp_path)
+
+
 def test_a_lock_of_another_machine_is_waited_for_as_that_one_may_have_died(tmp_path: Path) -> None:
     """A file server keeps it for minutes, and the launch that takes its place would end as one with bad input."""
     dead, waits, said = RunLock(tmp_path), list[float](), list[str]()
