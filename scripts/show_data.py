@@ -69,7 +69,8 @@ def show(run: Path, positions: str) -> None:
     order = SegmentedOrder(data.orders())
     for position in range(int(first), int(last or first) + 1):
         segment = next(each for each in reversed(data.segments) if each.first <= position)
-        names = segment.config(config.training).store_names or [config.training.dataset]
+        training = config.training if segment is data.segments[-1] else segment.config(config.training)
+        names = training.store_names or [training.dataset]
         of_source, source, index = order.find(position)
         print(f"position {position}: sequence {index} of {names[source]}")
         tokens, starts = order.sequence(position), order.document_starts(position)
