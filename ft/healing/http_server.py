@@ -36,6 +36,9 @@ from ft.protocol import messages as m
 from ft.rpc.access import Access, Endpoint
 
 MAX_CONNECTIONS = 32  # a joiner with two sources has two at each; with one source, `heal_streams`. Further ones wait
+MAX_WAITING = (
+    1024  # so many wait; the kernel drops the first packet of further ones, which come again after 1 s, 3 s, 7 s ...
+)
 MAX_HEAD_BYTES = 16 << 10
 MAX_FIELDS = 64
 HEAD_S = 10.0  # timeout of a connection's first request, and of a whole head
@@ -113,7 +116,7 @@ class HealServer:
             raise ValueError(f"healing on {host}: others could reach it, and the job has no token; nearest: 127.0.0.1")
         self.access, self.offered, self.silence_s = access, offered, silence_s
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self.listener = socket.create_server((host, 0), family=family, backlog=MAX_CONNECTIONS)
+        self.listener = socket.create_server((host, 0), family=family, backlog=MAX_WAITING)
         self.address = f"http://{Endpoint(host, self.listener.getsockname()[1])}"
         self._changed = threading.Condition()  # its lock guards `connections`
         self.connections: dict[_Connection, threading.Thread] = {}  # in the order of their arrival
@@ -146,14 +149,13 @@ class HealServer:
             except OSError:
                 time.sleep(0.0 if self._closed else 0.1)  # no descriptors are left: tries again
                 continue
-            connection = _Connection(self, sock)
             try:
-                self._start(connection)
+                self._start(sock)
             except RuntimeError as error:  # no further thread, or the server is closed
                 log.warning("a joiner's connection is refused: %s", error)
                 sock.close()
 
-    def _start(self, new: _Connection) -> None:
+    def _start(self, sock: socket.socket) -> None:
         """Starts a thread, once there is a place. Further joiners wait in the listener's queue meanwhile: refused, hundreds of them would
         connect again several times a second. A connection without a valid request gives its place up after STRANGER_S."""
         with self._changed:
@@ -168,6 +170,7 @@ class HealServer:
                     del self.connections[stranger]
             if self._closed:
                 raise RuntimeError("the server is closed")
+            new = _Connection(self, sock)  # here, as its age counts from the moment at which it has a place
             thread = self.make_thread(target=new.run, name="heal-joiner", daemon=True)
             thread.start()  # its `forget` waits for the lock
             self.connections[new] = thread

@@ -477,7 +477,7 @@ def test_joiners_beyond_the_places_wait_for_one(world: World):
 
         first = [ask() for _ in range(MAX_CONNECTIONS)]
         assert [sock.recv(12) for sock in first] == [b"HTTP/1.1 200"] * MAX_CONNECTIONS
-        for gone, waiting in zip(first, [ask() for _ in range(8)], strict=False):
+        for gone, waiting in zip(first, [ask() for _ in range(2 * MAX_CONNECTIONS)], strict=False):
             gone.close()
             assert waiting.recv(12) == b"HTTP/1.1 200"
 
