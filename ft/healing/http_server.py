@@ -36,9 +36,7 @@ from ft.protocol import messages as m
 from ft.rpc.access import Access, Endpoint
 
 MAX_CONNECTIONS = 32  # a joiner with two sources has two at each; with one source, `heal_streams`. Further ones wait
-MAX_WAITING = (
-    1024  # so many wait; the kernel drops the first packet of further ones, which come again after 1 s, 3 s, 7 s ...
-)
+MAX_WAITING = 1024  # a further one's packets are dropped: they come again after 1 s, 3 s, 7 s ...
 MAX_HEAD_BYTES = 16 << 10
 MAX_FIELDS = 64
 HEAD_S = 10.0  # timeout of a connection's first request, and of a whole head
