@@ -155,17 +155,20 @@ class HealServer:
 
     def _start(self, sock: socket.socket) -> None:
         """Starts a thread, once there is a place. Further joiners wait in the listener's queue meanwhile: refused, hundreds of them would
-        connect again several times a second. A connection without a valid request gives its place up after STRANGER_S."""
+        connect again several times a second. Strangers, connections without a valid request, have as many places of their own, and give
+        them up after STRANGER_S: a few that say nothing would else keep a joiner out for seconds while others heal."""
         with self._changed:
-            while len(self.connections) >= MAX_CONNECTIONS and not self._closed:
-                stranger = next((one for one in self.connections if not one.trusted), None)
-                if stranger is None:
+            while not self._closed:
+                strangers = [one for one in self.connections if not one.trusted]
+                if len(self.connections) - len(strangers) >= MAX_CONNECTIONS:
                     self._changed.wait()
-                elif (left_s := stranger.began_s + STRANGER_S - time.monotonic()) > 0:
+                elif len(strangers) < MAX_CONNECTIONS:
+                    break
+                elif (left_s := strangers[0].began_s + STRANGER_S - time.monotonic()) > 0:
                     self._changed.wait(left_s)
                 else:
-                    stranger.end()
-                    del self.connections[stranger]
+                    strangers[0].end()
+                    del self.connections[strangers[0]]
             if self._closed:
                 raise RuntimeError("the server is closed")
             new = _Connection(self, sock)  # here, as its age counts from the moment at which it has a place
