@@ -231,7 +231,7 @@ class HttpFetch:
         with self._lock:  # waits for threads that may write, not for those that still connect
             self._lock.wait_for(lambda: not self._requested and (self._over or self._ended == len(self._streams)))
             body, complete = self._body, self._complete
-        for connection in self._digest_connections:
+        for connection in [*self._streams, *self._digest_connections]:  # some may wait for a place at their source
             connection.hang_up("the heal has ended")
         if body is not None and complete and not self._stopped:
             return self._into.values_of(body.manifest)
@@ -272,7 +272,7 @@ class HttpFetch:
             cause = f"it was silent for {self._config.heal_grace_s:g} s" if silent else str(error)
             connection.failure, connection.layout_mismatch = connection.ended or cause, isinstance(error, FormatError)
             connection.gone = isinstance(error, SourceGone)
-            if self._logged.get(connection.source.replica_id) != connection.failure:
+            if not self._complete and self._logged.get(connection.source.replica_id) != connection.failure:
                 self._logged[connection.source.replica_id] = connection.failure
                 log.warning("healing from %s: %s", connection.source.replica_id, connection.failure)
         finally:

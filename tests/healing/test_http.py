@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, closing, nullcontext
+from itertools import count
 from typing import Any
 
 import numpy as np
@@ -499,6 +500,25 @@ def test_joiners_beyond_the_places_wait_for_one(world: World):
         for gone, waiting in zip(first, [ask() for _ in range(2 * MAX_CONNECTIONS)], strict=False):
             gone.close()
             assert waiting.recv(12) == b"HTTP/1.1 200"
+
+
+def test_a_connection_that_still_waits_for_a_place_ends_with_the_heal(world: World, caplog: pytest.LogCaptureFixture):
+    """It said 30 s after a heal that the source was silent, and was in the way of other joiners until then."""
+    group, joiner, made, asked = large(1, chunks=2), large(2, chunks=2), list[threading.Thread](), count()
+    transport, place = world.transport("j", config=HealConfig(heal_streams=2)), world.event()
+
+    def thread(**more: Any) -> threading.Thread:
+        made.append(threading.Thread(**more))
+        return made[-1]
+
+    transport.make_thread = thread
+    waits = lambda data: b"/header" in data and next(asked) == 1 and place.wait(60)  # noqa: E731
+    heal(transport, joiner, world.proxy(world.source(group), as_it_is, waits))
+    assert equal(joiner.loaded, group.values)
+    for one in made:
+        one.join(20)
+        assert not one.is_alive()
+    assert "healing from" not in caplog.text
 
 
 def test_a_reader_that_is_done_makes_room_for_another():
