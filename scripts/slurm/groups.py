@@ -118,10 +118,17 @@ class SlurmStep(replicas.ReplicaSupervisor):
     """A replica group and its srun, which runs it as a job step."""
 
     def __init__(
-        self, name: str, argv: Sequence[str], env: Mapping[str, str], log: Path, restarts: int, nodes: Nodes
+        self,
+        name: str,
+        argv: Sequence[str],
+        env: Mapping[str, str],
+        log: Path,
+        restarts: int,
+        nodes: Nodes,
+        min_groups: int = 1,
     ) -> None:
         super().__init__(name, [], {**env, "REPLICA_GROUP_ID": name}, log, restarts)
-        self._argv, self._nodes = argv, nodes
+        self._argv, self._nodes, self._min_groups = argv, nodes, min_groups
 
     def start(self) -> int:
         mine, per_group = self._nodes.of[self.name], str(self._nodes.per_group)
@@ -149,9 +156,9 @@ class SlurmStep(replicas.ReplicaSupervisor):
 
     @property
     def is_refused(self) -> bool:
-        """Returns False: bad input may be that of this group's nodes alone, such as a GPU that is missing. It is that of all groups only
-        if all end with it. The settings were checked before."""
-        return False
+        """Returns True if the job cannot go on without this group. Else bad input may be that of its nodes alone, such as a GPU that is
+        missing, and is that of all groups only if all end with it: the settings were checked before."""
+        return len(self._nodes.of) <= self._min_groups and super().is_refused
 
     def ended(self) -> int | None:
         code = super().ended()
@@ -188,7 +195,8 @@ def main(argv: list[str]) -> int:
     here = next(iter(nodes.addresses.values()))
     lighthouse.address = f"http://{f'[{here}]' if ':' in here else here}:{lighthouse.port}"
     env["TORCHFT_LIGHTHOUSE"] = lighthouse.address
-    steps = [SlurmStep(name, argv, env, folder / f"{name}.log", restarts, nodes) for name in nodes.of]
+    least = config.fault_tolerance.min_replica_size
+    steps = [SlurmStep(name, argv, env, folder / f"{name}.log", restarts, nodes, least) for name in nodes.of]
     say(f"job {nodes.job}: " + "; ".join(f"group {name} on {' '.join(mine)}" for name, mine in nodes.of.items()))
     with lock:
         # scancel signals all job steps; SIGTERM to srun would kill its step

@@ -102,14 +102,17 @@ def test_each_start_of_a_group_has_a_port_of_its_own(tmp_path: Path):
     assert all(20000 <= int(endpoint.removeprefix("10.0.0.1:")) < 32000 for endpoint in endpoints)
 
 
-def test_a_node_that_lacks_a_gpu_ends_its_group_and_no_other(tmp_path: Path):
-    """launch.py takes more ranks than GPUs as bad input, which on one machine would be that of all groups."""
+@pytest.mark.parametrize("needs_all", [False, True])
+def test_a_node_that_lacks_a_gpu_ends_its_group_and_no_other(tmp_path: Path, needs_all: bool):
+    """launch.py takes more ranks than GPUs as bad input, which on one machine would be that of all groups. Where min_replica_size requires
+    each group, the others would wait for it until the job's time is over."""
     program(tmp_path / "srun", "exit 2")
-    step = SlurmStep("0", ["a.toml"], {"PATH": str(tmp_path)}, tmp_path / "log", 100, Slurm("n1 n2").nodes())
+    nodes = Slurm("n1 n2").nodes()
+    step = SlurmStep("0", ["a.toml"], {"PATH": str(tmp_path)}, tmp_path / "log", 100, nodes, 1 + needs_all)
     step.start()
     assert step.process and step.process.wait(30) == 2
     assert step.poll(0.0) == "group 0 failed and is not restarted (exit code 2)" and step.code == 2
-    assert not step.is_refused
+    assert step.is_refused is needs_all
     step.end()
 
 
