@@ -1,4 +1,5 @@
-"""Child processes of a rank, which must not receive its signals. Needs only the standard library; training/ uses it, too."""
+"""Child processes of a rank, which must not receive its signals, and the kernel on which they run. Needs only the standard library;
+training/ uses it, too."""
 
 from __future__ import annotations
 
@@ -7,7 +8,8 @@ import os
 import signal
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path
 
 LAUNCHER_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 
@@ -32,3 +34,10 @@ def die_with(parent: int) -> None:
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG of prctl(2)
     if os.getppid() != parent:
         os._exit(0)
+
+
+def boot_id(proc: Path = Path("/proc")) -> str:
+    """Returns the ID of the kernel's boot, the same in all containers of a machine; "": not known."""
+    with suppress(OSError):
+        return (proc / "sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    return ""

@@ -25,7 +25,7 @@ def _row_blocks(rows: int, width: int) -> Iterator[slice]:
     return (slice(start, start + step) for start in range(0, rows, step))
 
 
-class Embedding(Function):
+class Fp32GradEmbedding(Function):
     """Adds up the gradients of a row in fp32. torch adds them up in the weight's dtype: a sum in bf16 stops growing after some hundred."""
 
     @staticmethod

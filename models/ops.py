@@ -26,7 +26,7 @@ _BLOCKS_UP_TO = 1024  # tokens; for more, torch's attention on a CPU is as fast,
 def embedding(ids: Tensor, weight: Tensor) -> Tensor:
     """Returns the rows `ids` of weight [V, C], in its dtype."""
     if weight.device.type == "cpu" and weight.dtype.itemsize < 4 and not torch.compiler.is_compiling():
-        return cast(Tensor, cpu_kernels.Embedding.apply(ids, weight))  # of DTensors, too
+        return cast(Tensor, cpu_kernels.Fp32GradEmbedding.apply(ids, weight))  # of DTensors, too
     return F.embedding(ids, weight)
 
 

@@ -14,6 +14,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
+from ft.children import boot_id
+
 WRITE_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)  # errors of a write, which name no file
 BLOCK_BYTES = 64 << 10  # bytes per read of `lines_from_end`
 LOCK_S = 2.0  # longest wait for a lock, which a live writer holds for one write
@@ -181,6 +183,7 @@ class RunLock(AppendedFile):
         super().__init__(run_folder / "lock")
         locked = try_lock(self._fd, shared=shared)
         owner, machine = self._read_owner() if locked is False else ("", "")
+        # the kernel knows of each lock of its processes, also in containers; a host name may be that of a machine before, or of several
         if machine not in ("", boot_id()):
             log(f"{run_folder} is in use by {owner}: waits {DEAD_LOCK_S} s, as that machine may have died")
             for _ in range(DEAD_LOCK_S):
@@ -212,11 +215,3 @@ class RunLock(AppendedFile):
         self.read_size()
         owner, _, machine = self.read(0, self.size_bytes).decode(errors="replace").strip().partition("\n")
         return owner, machine
-
-
-def boot_id() -> str:
-    """Returns the id of the running kernel, which knows of each lock of its processes, also in containers: the host name may be that of a
-    machine before, or of several containers."""
-    with suppress(OSError):
-        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-    return socket.gethostname()

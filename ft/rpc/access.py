@@ -20,6 +20,8 @@ from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
 
+from ft.children import boot_id
+
 MIN_TOKEN = 16  # characters
 _CA = "the file of the authority that issued the lighthouse's certificate (for a public one, the system's bundle)"
 _WHY = {
@@ -191,12 +193,10 @@ def has_ipv6() -> bool:  # True: ::1 can be bound
 def this_host(proc: Path = Path("/proc")) -> str:
     """Returns the host name with the pid namespace and the ID of the kernel's boot. A container may have the host's name, but its process
     IDs (pids) differ. Two machines may have one name, and the number of the first namespace is the same on all."""
-    namespace = boot_id = ""
+    namespace = ""
     with suppress(OSError):
         namespace = str((proc / "self/ns/pid").readlink())
-    with suppress(OSError):
-        boot_id = (proc / "sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-    return f"{socket.gethostname()} {namespace} {boot_id}"
+    return f"{socket.gethostname()} {namespace} {boot_id(proc)}"
 
 
 def try_to_listen(endpoint: Endpoint, what: str = "--bind") -> None:

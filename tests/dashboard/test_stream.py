@@ -88,7 +88,7 @@ def test_the_address_of_the_page_is_one_that_was_opened(job: Jobs):
 
 @pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="needs sockets of IPv6 that accept IPv4, too")
 def test_an_address_of_ipv6_is_reached_over_ipv4_too(job: Jobs):
-    """As the port of gRPC is. By default the lighthouse listens on [::]; this is the same kind of socket, for this machine only."""
+    """The port of gRPC accepts both, too. By default the lighthouse listens on [::]; this is the same kind of socket, for this machine."""
     one, _ = job()
 
     async def answer() -> bytes:

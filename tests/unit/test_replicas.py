@@ -543,7 +543,7 @@ def test_a_node_too_many_is_a_failed_rendezvous(tmp_path: Path):
 def test_a_log_that_is_cut_for_room_is_shown_from_its_new_beginning(
     tmp_path: Path, capsysbinary: pytest.CaptureFixture[bytes]
 ):
-    """As by logrotate's copytruncate, or by hand, after weeks."""
+    """logrotate's copytruncate does so, or a person, after weeks."""
     log = tmp_path / "rank0.log"
     log.write_text("of an earlier launch, which is not shown\n")
     with closing(Output(tmp_path, None)) as output:
