@@ -148,7 +148,8 @@ class Rank(Trained):
 
     def train(self) -> None:
         self.progress = Progress()
-        self.model = torch.nn.Sequential(torch.nn.Linear(8, 4), torch.nn.Linear(4, 2))
+        # float64: its sums are exact also after thousands of steps, which a group may make while another one starts
+        self.model = torch.nn.Sequential(torch.nn.Linear(8, 4), torch.nn.Linear(4, 2)).double()
         names = ("group_rank", "world_size", "host", "access", "times", "every_step")
         config = group_config(self.name, self.lighthouse, **{name: getattr(self, name) for name in names})
         options = ManagerOptions(**{"slot_size": SLOT, "dies_with_group": False, "init_sync": False, **self.options})
