@@ -104,7 +104,7 @@ class HealServer:
     """Serves the offer that `offered` returns, on a free port of `host`. `silence_s`: timeout of a joiner that receives nothing. Raises
     ValueError if other machines could reach the server without token or `insecure`, OSError if it cannot listen there."""
 
-    head_s = HEAD_S
+    head_s, stranger_s = HEAD_S, STRANGER_S
     make_thread: Callable[..., threading.Thread] = threading.Thread
 
     def __init__(
@@ -156,7 +156,7 @@ class HealServer:
     def _start(self, sock: socket.socket) -> None:
         """Starts a thread, once there is a place. Further joiners wait in the listener's queue meanwhile: refused, hundreds of them would
         connect again several times a second. Strangers, connections without a valid request, have as many places of their own, and give
-        them up after STRANGER_S: a few that say nothing would else keep a joiner out for seconds while others heal."""
+        them up after stranger_s: a few that say nothing would else keep a joiner out for seconds while others heal."""
         with self._changed:
             while not self._closed:
                 strangers = [one for one in self.connections if not one.trusted]
@@ -164,7 +164,7 @@ class HealServer:
                     self._changed.wait()
                 elif len(strangers) < MAX_CONNECTIONS:
                     break
-                elif (left_s := strangers[0].began_s + STRANGER_S - time.monotonic()) > 0:
+                elif (left_s := strangers[0].began_s + self.stranger_s - time.monotonic()) > 0:
                     self._changed.wait(left_s)
                 else:
                     strangers[0].end()

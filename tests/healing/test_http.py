@@ -18,7 +18,6 @@ import numpy as np
 import pytest
 import torch
 
-from ft.healing import http_server
 from ft.healing.capture import StateRegistry
 from ft.healing.format import CHUNK_BYTES
 from ft.healing.http_server import MAX_CONNECTIONS, HealServer
@@ -463,14 +462,13 @@ def test_strangers_keep_nobody_out(world: World):
         assert equal(joiner.loaded, group.values) and len(server.connections) <= 2 * MAX_CONNECTIONS
 
 
-def test_a_few_strangers_take_no_place_of_a_joiner_while_others_heal(monkeypatch: pytest.MonkeyPatch):
-    """One place is left for joiners. Each stranger that takes it would keep a joiner out for STRANGER_S."""
-    monkeypatch.setattr(http_server, "STRANGER_S", 1000.0)
+def test_a_few_strangers_take_no_place_of_a_joiner_while_others_heal():
+    """One place is left for joiners. Each stranger that takes it would keep a joiner out for stranger_s."""
     offer = StateOffer(large(1, chunks=2).view(), quorum_id=3, step=7, joiners=1)
     head = f"GET /heal/3/7/header HTTP/1.1\r\nReader: j\r\nAuthorization: Bearer {TOKEN.token}\r\n\r\n".encode()
     with ExitStack() as held:
         server = held.enter_context(closing(HealServer("127.0.0.1", TOKEN, lambda: offer, silence_s=30.0)))
-        server.head_s = 1000.0
+        server.head_s = server.stranger_s = 1000.0
         at = ("127.0.0.1", int(server.address.rpartition(":")[2]))
         for number in range(MAX_CONNECTIONS):
             if number == MAX_CONNECTIONS - 1:

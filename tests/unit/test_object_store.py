@@ -242,7 +242,7 @@ def test_an_upload_does_not_read_the_manifest_of_each_earlier_one(tmp_path: Path
     MemoryFileSystem.store.clear()
 
 
-def test_a_start_asks_for_several_objects_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_start_asks_for_several_objects_at_once(tmp_path: Path):
     """A store has the manifest of each checkpoint, and a segment of each file for each upload: thousands after weeks."""
     MemoryFileSystem.store.clear()
     store, here, there = ObjectStore("counted://runs/a"), tmp_path / "here", tmp_path / "there"
@@ -251,9 +251,12 @@ def test_a_start_asks_for_several_objects_at_once(tmp_path: Path, monkeypatch: p
         with (here / "rows.jsonl").open("a") as rows:
             rows.write(f"{step}\n")
         store.put_files(here, ["rows.jsonl"])
-    monkeypatch.setattr(CountedStore, "both", threading.Barrier(2))
-    assert [found.step for found in store.manifests().values() if found] == [1, 2, 3, 4]
-    store.fetch_files(there)
+    CountedStore.both = threading.Barrier(2)
+    try:
+        assert [found.step for found in store.manifests().values() if found] == [1, 2, 3, 4]
+        store.fetch_files(there)
+    finally:
+        CountedStore.both = None
     assert (there / "rows.jsonl").read_text() == "1\n2\n3\n4\n"
     MemoryFileSystem.store.clear()
 
