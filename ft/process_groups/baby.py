@@ -204,10 +204,8 @@ class ChildGroup(shared.SharedPoolClient):
 
         def build(rendezvous: Rendezvous) -> Engine:
             try:
-                form = {"gloo": lambda: form_gloo(rendezvous), "nccl": lambda: self._form_nccl(rendezvous, device)}[
-                    kind
-                ]
-                self.engine = form()
+                forms = {"gloo": lambda: form_gloo(rendezvous), "nccl": lambda: self._form_nccl(rendezvous, device)}
+                self.engine = forms[kind]()
             except Exception as error:
                 self._reply(FAILED, 0, str(error), [rendezvous.absent, rendezvous.mismatched])
                 raise

@@ -84,6 +84,9 @@ SIGNATURES = {
 }
 
 
+UNSUPPORTED = frozenset({torch.int16, torch.uint16, torch.uint32, torch.uint64})  # by gloo and by NCCL
+
+
 @dataclass(frozen=True)
 class Operation:
     """A call of torch's `method`: its arguments without the options (tensors, lists of them, lists of lists, or plain values), and fields

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
 from ft.process_groups import sockets
-from ft.process_groups.base import NEVER, Operation, ProcessGroup, failure_of, group_of, source_of
+from ft.process_groups.base import NEVER, UNSUPPORTED, Operation, ProcessGroup, failure_of, group_of, source_of
 from ft.process_groups.errors import MustExit, ProcessGroupError, RendezvousFailed
 from ft.process_groups.forming import Ended, Engine, Rendezvous
 from ft.process_groups.sockets import Address
@@ -42,10 +42,7 @@ class ProcessGroupGloo(ProcessGroup):
     """gloo in this process."""
 
     KIND = "ft_gloo"
-    NOT_REDUCED = frozenset(
-        {torch.int16, torch.uint16, torch.uint32, torch.uint64}
-        | {dtype for name, dtype in vars(torch).items() if name.startswith("float8_")}
-    )
+    NOT_REDUCED = UNSUPPORTED | {dtype for name, dtype in vars(torch).items() if name.startswith("float8_")}
 
     def __init__(self, timeout: timedelta | float = 60.0, *, rendezvous_s: float = 10.0) -> None:
         if not sockets.DESCRIPTORS.is_dir():

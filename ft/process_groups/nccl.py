@@ -22,7 +22,16 @@ import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
 from ft.device import current_device, device_thread
-from ft.process_groups.base import NEVER, GroupWork, Operation, ProcessGroup, failure_of, group_of, source_of
+from ft.process_groups.base import (
+    NEVER,
+    UNSUPPORTED,
+    GroupWork,
+    Operation,
+    ProcessGroup,
+    failure_of,
+    group_of,
+    source_of,
+)
 from ft.process_groups.errors import MustExit, ProcessGroupError, RendezvousFailed
 from ft.process_groups.forming import Ended, Engine, Rendezvous
 
@@ -55,7 +64,7 @@ class ProcessGroupNCCL(ProcessGroup):
     device of the constructor's thread; a generation is formed in a different thread, and CUDA begins each thread on device 0."""
 
     KIND, DEVICE = "ft_nccl", "cuda"
-    NOT_REDUCED = frozenset({torch.int16, torch.uint16, torch.uint32, torch.uint64})
+    NOT_REDUCED = UNSUPPORTED
 
     def __init__(
         self, timeout: timedelta | float = 60.0, *, rendezvous_s: float = 10.0, device: int | None = None
