@@ -514,10 +514,10 @@ class LighthouseMachine:
         repeats the request until the job is as far, or until the groups of this epoch have left or may be taken over. An operator's order
         alone is not enough: while a claimant is heard, the job would continue from that one's state."""
         member, roster, takeover_s = event.member, self.roster, self.config.times.takeover_s
-        of_this = self._record is None or event.epoch in ("", self._epoch)
+        if self._record is None or event.epoch in ("", self._epoch) or member.step - 1 <= self._settled:
+            return None
         is_heard = any(claim.replica_id in roster.peers for claim in roster.claims.values())
-        may_continue = not is_heard and roster.may_be_taken_over(now_s, takeover_s)
-        if of_this or member.step - 1 <= self._settled or may_continue:
+        if not is_heard and roster.may_be_taken_over(now_s, takeover_s):
             return None
         self.roster.no_longer_members.pop(member.replica_id, None)
         has, here = (f"step {m.describe_step(step)}" for step in (member.step, self._settled))

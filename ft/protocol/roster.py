@@ -144,10 +144,11 @@ class Roster:
             (self.shrinkers, call is not None and call.member.shrink_only and may_shrink),
             (self.previous_holders, call is not None and self.was_in(replica_id) and not call.member.void),
         ):
-            if inside and replica_id not in ids:
-                ids[replica_id] = None  # appended; an id that is in already keeps its place
-            elif not inside and replica_id in ids:
-                del ids[replica_id]
+            if inside is not (replica_id in ids):
+                if inside:
+                    ids[replica_id] = None  # appended; an id that is in already keeps its place
+                else:
+                    del ids[replica_id]
 
     # ---- one id
 
@@ -351,14 +352,16 @@ class Roster:
             if i in self.peers and self.peers[i].kind == "pharos" and not self.peers[i].call
         }
         self.left_cleanly, self.claims_expired, self.takeover_until_s = set(), False, -math.inf
+        self.claims = {}
         for member in quorum.members:
-            heal = self.heals.pop(member.name, None)
+            name = member.name
+            self.claims[name] = Claim(member.replica_id, now_s)
+            heal = self.heals.pop(name, None)
             if member.state != quorum.reference:
-                self.heals[member.name] = heal = heal or HealState(m.incarnation_of(member.replica_id), 0, now_s)
+                self.heals[name] = heal = heal or HealState(m.incarnation_of(member.replica_id), 0, now_s)
                 heal.quorum_id, heal.since_s = quorum.quorum_id, now_s
         while len(self.heals) > LOST_KEPT + len(quorum.members):
             self.heals.popitem(last=False)
-        self.claims = {member.name: Claim(member.replica_id, now_s) for member in quorum.members}
         touched = before | self.previous  # candidates, too: an incarnation may be a previous member under its former id
         for replica_id in [*sorted(touched), *(i for i in self.candidates if i not in touched)]:
             self.update_sets(replica_id)

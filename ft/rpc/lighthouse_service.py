@@ -259,7 +259,10 @@ class LighthouseService:
     def _answer(self, effect: m.Answer) -> None:
         if effect.quorum is not self._answered:
             self.issued_at, self._answered, self._serialized = time.time(), effect.quorum, {}
-            self._static_quorum = codec.StaticQuorum.of(effect.quorum, self._static_quorum)
+            if (
+                self.machine.roster.kind == "pharos"
+            ):  # a torchft answer has no use for it, and it costs 1 % of the quorum
+                self._static_quorum = codec.StaticQuorum.of(effect.quorum, self._static_quorum)
         # by the static_quorum_id that the caller has; None: a caller of torchft's
         kinds = {None: "torchft", self._static_quorum.id: "short"}
         for replica_id in effect.replica_ids:
@@ -332,7 +335,7 @@ class LighthouseService:
         if isinstance(event, m.Tick) and _NUMBER.sub("#", out.reason) != _NUMBER.sub("#", self._logged_reason):
             self._logged_reason = out.reason
             log.info("%s", out.reason)
-        if out.effects or isinstance(event, m.Tick | m.Leave):
+        if self.dashboard and (out.effects or isinstance(event, m.Tick | m.Leave)):
             self._show(lambda dashboard: dashboard.on_event(event, out))
         if self._observer:
             self._observer(now_s, event, out)
