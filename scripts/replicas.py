@@ -10,6 +10,7 @@ Prints the lines of all groups as they come, each with its group and rank; <run>
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import secrets
 import signal
@@ -51,7 +52,8 @@ if TYPE_CHECKING:
 
 POLL_S = 0.1
 LIGHTHOUSE_STOP_S = 5.0  # for the lighthouse to end, when the groups have
-START_AGAIN_S = 10.0  # from a restart for which the machine had no process, thread or descriptor to the next try
+# to the next try of a start for which the machine had no process, thread or descriptor, or of a stop that Slurm's controller did not take
+TRY_AGAIN_S = 10.0
 ANY_PORT = "127.0.0.1:0"  # reachable only from this machine
 OPEN_FLAG = "--open"  # opens the dashboard in a browser
 CHECK_FLAG = "--check"  # only checks the settings, for run_replicas.sh before it installs the lighthouse
@@ -120,12 +122,8 @@ class ReplicaSupervisor:
                 return ""
             if now_s < self.restart_at_s:
                 return ""
-            try:
-                return f"group {self.name} restarts (pid {self.start()})"
-            except (OSError, RuntimeError) as error:  # which would end all other groups
-                self.kill()
-                self.restart_at_s = now_s + START_AGAIN_S
-                return f"group {self.name} cannot be restarted: {error}; tried again in {START_AGAIN_S:g} s"
+            how = self.try_to_start(now_s)
+            return f"group {self.name} restarts ({how})" if self.process else f"group {self.name} {how}"
         if (code := self.ended()) is None:
             return ""
         self.kill()
@@ -142,6 +140,18 @@ class ReplicaSupervisor:
         self.restarted_at_s.append(now_s)
         self.restart_at_s = now_s + restart_delay_s(self.short_runs)
         return f"group {self.name} died ({how})"
+
+    def try_to_start(self, now_s: float) -> str:
+        """Starts the process or, if the machine lacks one for it, sets the time of the next try. Returns the pid or the reason in words."""
+        try:
+            return f"pid {self.start()}"
+        except (OSError, RuntimeError) as error:  # which would end all other groups
+            self.kill()
+            if not self.restarts:
+                self.code = 1
+                return f"cannot be started: {error}"
+            self.restart_at_s = now_s + TRY_AGAIN_S
+            return f"cannot be started: {error}; tried again in {TRY_AGAIN_S:g} s"
 
     @property
     def is_refused(self) -> bool:
@@ -304,14 +314,16 @@ def run(
     stop_signals: list[tuple[int, float]],
     grace_s: float,
     stop: Sequence[str] = (),
+    stop_again_s: float = TRY_AGAIN_S,
 ) -> int:
     """Starts the groups and returns the exit code when all have ended; leaves no process. On the first of `stop_signals` they save and
-    leave, through the command `stop` if given; a second one SAME_SIGNAL_S or more later, or the end of `grace_s`, kills them."""
+    leave, through the command `stop` if given, which is tried again until it succeeds; a second one SAME_SIGNAL_S or more later, or the end
+    of `grace_s`, kills them."""
     raise_limit()  # a pipe and a log for each group
     parts: list[LighthouseSupervisor | ReplicaSupervisor] = [lighthouse, *groups]
-    stopping = False
+    stopping, stop_at_s = False, 0.0
     try:
-        started = ", ".join(f"{group.name} (pid {group.start()})" for group in groups)
+        started = ", ".join(f"{group.name} ({group.try_to_start(time.monotonic())})" for group in groups)
         say(f"lighthouse at {lighthouse.address}; groups: {started}")
         while any(group.code is None for group in groups):
             if stop_signals and not stopping:
@@ -320,8 +332,9 @@ def run(
                     group.restarts = 0
                     if not stop:
                         group.send_signal(signal.SIGTERM)
-                if stop:
-                    subprocess.run(stop, check=False)
+            if stopping and stop and time.monotonic() >= stop_at_s:
+                failed = subprocess.run(stop, check=False).returncode
+                stop_at_s = time.monotonic() + stop_again_s if failed else math.inf
             first_s = stop_signals[0][1] if stopping else 0.0
             again = [number for number, at_s in stop_signals if at_s >= first_s + SAME_SIGNAL_S]
             if stopping and (again or time.monotonic() > first_s + grace_s):

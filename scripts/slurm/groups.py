@@ -202,12 +202,18 @@ def main(argv: list[str]) -> int:
         # scancel signals all job steps; SIGTERM to srun would kill its step
         stop = ("scancel", "--signal=TERM", nodes.job)
         code = replicas.run(steps, lighthouse, received, grace_s, stop)
-    stop_signals = {number for number, _ in received}
-    if stop_signals - {signal.SIGUSR1} or (code and not stop_signals) or finished(config):
+    if finished(config) or not was_interrupted(nodes.job, {number for number, _ in received}, code):
         return code
-    if not stop_signals and not preempted(nodes.job):
-        return 0  # the groups have ended by themselves, as when the budgets of all data end
     return requeue(nodes.job, before, saved(config))
+
+
+def was_interrupted(job: str, signals: set[int], code: int) -> bool:
+    """Returns True if Slurm has ended the groups; False if they ended by themselves, as when the budgets of all data end, or by a failure
+    or scancel. `signals`: those that this process has received; `code`: of the groups."""
+    if signals:
+        return signals == {signal.SIGUSR1}
+    was_preempted = preempted(job)  # then some groups may have failed, as SIGKILL follows, or before
+    return code == 0 if was_preempted is None else was_preempted
 
 
 def requeue(job: str, before: int, now: int) -> int:
@@ -221,13 +227,13 @@ def requeue(job: str, before: int, now: int) -> int:
     return 1 if subprocess.run(["scontrol", "requeue", job], check=False).returncode else 0
 
 
-def preempted(job: str) -> bool:
-    """Returns True if Slurm has told the job's steps to leave, which it does not tell this process; also if Slurm does not say."""
+def preempted(job: str) -> bool | None:
+    """Returns True if Slurm has told the job's steps to leave, which it does not tell this process; None if Slurm does not say."""
     try:
         return not re.search(r"\bPreemptTime=None\b", ask("scontrol", "--oneliner", "show", "job", job))
     except RuntimeError as error:
         say(str(error))
-        return True
+        return None
 
 
 def saved(config: RunConfig) -> int:

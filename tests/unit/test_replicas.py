@@ -32,7 +32,7 @@ from scripts.launch_settings import MAX_SHORT_RUNS, RESTARTS_WITHIN_S, SHORT_RUN
 from scripts.replicas import (
     ENABLED,
     ROOT,
-    START_AGAIN_S,
+    TRY_AGAIN_S,
     LighthouseSupervisor,
     ReplicaSupervisor,
     assign_devices,
@@ -129,10 +129,45 @@ def test_a_group_for_which_there_is_no_process_now_is_restarted_later_and_ends_n
     assert one.poll(0.0) == "group 0 died (ended by SIGKILL)"
     for _ in range(MAX_SHORT_RUNS):
         at_s = one.restart_at_s
-        assert one.poll(at_s) == f"group 0 cannot be restarted: {error}; tried again in 10 s"
-        assert one.poll(at_s + START_AGAIN_S / 2) == ""
+        assert one.poll(at_s) == f"group 0 cannot be started: {error}; tried again in 10 s"
+        assert one.poll(at_s + TRY_AGAIN_S / 2) == ""
     one.lacks = False
     assert one.poll(one.restart_at_s) == "group 0 restarts (pid 7)"
+
+
+@pytest.mark.parametrize(("restarts", "code"), [(2, 0), (0, 1)])
+def test_a_group_for_which_there_is_no_process_at_the_begin_starts_later_and_ends_no_other(
+    restarts: int, code: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    class Lacks(Leaves):
+        told = True
+
+        def start(self) -> int:
+            if self.name == "1" and not self.started_s:
+                self.started_s = 1.0
+                raise BlockingIOError(errno.EAGAIN, "no process is left")
+            return super().start()
+
+        def poll(self, now_s: float) -> str:
+            return super().poll(now_s + TRY_AGAIN_S)
+
+    groups = [Lacks(str(name), [], {}, tmp_path / "log", restarts=restarts) for name in range(2)]
+    assert run(groups, cast(Any, NoLighthouse()), [], grace_s=120.0) == code
+    said = capsys.readouterr().err
+    assert "groups: 0 (pid 7), 1 (cannot be started: [Errno 11] no process is left" in said
+    assert ("group 1 restarts (pid 7)" in said) == (restarts > 0)
+
+
+def test_a_stop_that_slurm_does_not_take_is_tried_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """The stub of scancel fails at its first call, as with a controller that is away."""
+    stop = ("sh", "-c", f"echo x >>{tmp_path}/calls; test $(wc -l <{tmp_path}/calls) -gt 1")
+
+    class Stops(Leaves):
+        def ended(self) -> int | None:  # type: ignore[override]
+            return 0 if (tmp_path / "calls").read_text().count("x") > 1 else None
+
+    one, received = Stops("0", [], {}, tmp_path / "log", restarts=2), [(signal.SIGTERM, time.monotonic())]
+    assert run([one], cast(Any, NoLighthouse()), cast(Any, received), grace_s=120.0, stop=stop, stop_again_s=0.0) == 0
 
 
 @pytest.mark.parametrize(("apart_s", "starts"), [(RESTARTS_WITHIN_S, [0, 1, 2, 3]), (RESTARTS_WITHIN_S / 2, [0, 1])])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 from contextlib import closing
@@ -165,19 +166,23 @@ def test_a_job_is_queued_again_only_if_it_came_further(
 
 
 @pytest.mark.parametrize(
-    ("does", "preempted"),
+    ("does", "signals", "codes"),
     [
-        ("echo JobId=7 PreemptEligibleTime=2026-11-29T10:00:00 PreemptTime=None", False),
-        ("echo JobId=7 PreemptEligibleTime=2026-11-29T10:00:00 PreemptTime=2026-11-29T11:00:00", True),
-        ("exit 1", True),  # requeued in vain rather than never
+        ("echo JobId=7 PreemptEligibleTime=2026-11-29T10:00:00 PreemptTime=None", (), ()),
+        ("echo JobId=7 PreemptEligibleTime=2026-11-29T10:00:00 PreemptTime=2026-11-29T11:00:00", (), (0, 1, 2)),
+        ("exit 1", (), (0,)),  # requeued in vain rather than never
+        ("exit 1", (signal.SIGUSR1,), (0, 1, 2)),  # the time limit: a group may have failed before
+        ("exit 1", (signal.SIGUSR1, signal.SIGTERM), ()),  # scancel
+        ("exit 1", (signal.SIGTERM,), ()),
     ],
 )
-def test_groups_that_left_without_a_signal_to_the_job_were_preempted_or_have_ended(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, does: str, preempted: bool
+def test_groups_that_slurm_has_ended_are_queued_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, does: str, signals: tuple[int, ...], codes: tuple[int, ...]
 ):
+    """`codes`: exit codes of the groups with which the job is queued again."""
     program(tmp_path / "scontrol", does)
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert groups.preempted("7") == preempted
+    assert tuple(code for code in range(3) if groups.was_interrupted("7", set(signals), code)) == codes
 
 
 @pytest.mark.parametrize(("rows", "done"), [("", False), ("9\n", False), ("9\n10\n", True), ("9\n10", False)])
