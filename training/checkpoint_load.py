@@ -273,7 +273,12 @@ class CheckpointLoader:
             self._warn("%s: has no %s, so it is not verified", setting, checkpoint_files.MANIFEST)
         is_full = isinstance(found, Manifest) and found.kind == "full"
         if not config.initial_load_model_only and not is_full and not isinstance(found, str):
-            raise ValueError(f"{setting}: has only the weights; nearest: checkpoint.initial_load_model_only = true")
+            why = (
+                "has only the weights"
+                if found
+                else f"has no {checkpoint_files.MANIFEST}, so only its weights can be loaded"
+            )
+            raise ValueError(f"{setting}: {why}; nearest: checkpoint.initial_load_model_only = true")
         names = ["model"]
         if not config.initial_load_model_only:
             names = [name for name in self._states if name != ROWS_STATE]  # metrics of the other run

@@ -190,6 +190,14 @@ def test_another_runs_weights_are_a_beginning(tmp_path: Path) -> None:
     assert resumed.checkpointer.load() == 1  # its own now
     assert same(resumed.everything(), tuned.everything())
 
+    (Path(path) / "manifest.json").unlink()  # as another program's checkpoint
+    with pytest.raises(
+        ValueError, match=r"has no manifest\.json, so only its weights .*initial_load_model_only = true"
+    ):
+        Job(tmp_path / "other", initial_load_path=path, initial_load_model_only=False).checkpointer.load()
+    other = Job(tmp_path / "other", seed=1, initial_load_path=path)
+    assert other.checkpointer.load() is None and same(other.model.state_dict(), first.model.state_dict())
+
 
 def test_a_part_of_another_runs_weights(tmp_path: Path) -> None:
     first = Job(tmp_path / "first")
