@@ -10,15 +10,18 @@ Where is a gradient reduced? In the last backward, on the thread that runs it (o
     -> gradients.py:Gradients._on_gradient, gradients.py:Gradients.launch_remaining, manager.py:Manager._launch
 Who decides a commit (should_commit)? Each group for itself: the worst vote of its ranks wins. Groups do not vote with each other: a
     complete sum, whose tail says that no group needs a retry, is the same in all of them.
-    -> protocol/step.py:StepMachine._vote_on_commit, protocol/group.py:GroupMachine._tally_votes
+    -> protocol/step.py:StepMachine._vote_on_commit, agreement.py:Agreement.outcome, protocol/group.py:GroupMachine._tally_votes
 A death between vote and commit? Groups whose sums are complete commit the dead group's contribution, too. The others vote "failed", and
     heal from these in the next quorum. A step that only the dead group had committed is repeated.
     -> protocol/rules.py:reference_state, protocol/group.py:GroupMachine._decide, protocol/group.py:recover_src_replica_ranks
-How does a joiner know that bytes are right? By a digest of each chunk, the layout, and a token that proves the offer valid to the end; the
-    state's step, commit_quorum_id and commit_id must be those of the quorum's reference state. Over HTTP a second source is used only if
-    all its digests equal the first's, else an error is logged. With digest_interval later steps compare weights.
-    -> healing/format.py:chunk_digest, healing/http_transport.py:SourceConnection.read_validity_token,
-    healing/http_transport.py:HttpFetch._compare, protocol/step.py:StepMachine._on_heal_ended
+From whom does a joiner get its state, and how does it know that bytes are right? From one or two members with the reference state, not the
+    writer of checkpoints if there is another one; each rank from that of its group_rank. By a digest of each chunk, the layout, and a
+    validity token, which proves that the offer held to the end; the state's step, commit_quorum_id and commit_id must be those of the
+    quorum's reference state. Over HTTP a second source is used only if all its digests equal the first's, else an error is logged. With
+    digest_interval later steps compare weights.
+    -> protocol/group.py:recover_src_replica_ranks, healer.py:Healer.fetch, healing/format.py:chunk_digest,
+    healing/http_transport.py:SourceConnection.read_validity_token, healing/http_transport.py:HttpFetch._compare,
+    protocol/step.py:StepMachine._on_heal_ended
 The lighthouse restarts? Steps go on (with quorum = "every_step" they wait), requests repeat, commits wait after takeover_s / 2 of
     silence. It continues from its state file with larger quorum ids; without that file, from the newest quorum that members report. If a
     request comes before any report, and --recover is not given, the job begins anew, and gives way to the former one if members report that
@@ -31,13 +34,13 @@ A second process of a live name? It is refused while the first was heard of in t
 Which timeouts exist? Seven settings of [fault_tolerance], described in Timeouts; docs/operating.md (Timeouts) says what shorter and
     longer ones cause. Also the lighthouse's --join_timeout_ms, ManagerOptions.quorum_s, TORCHFT_CONNECT_TIMEOUT_SEC and, for ft.Manager,
     TORCHFT_TIMEOUT_SEC and TORCHFT_QUORUM_TIMEOUT_SEC. All others are constants *_S at the top of a module, or attributes *_s of a class.
-    The docstring of manager.py has the trainer's exception for each.
+    The docstring of manager.py says which of them the trainer gets as an exception.
     -> protocol/messages.py:Timeouts, config.py:FaultTolerance, manager.py:ManagerOptions
 What ends a hang? Of a process that is stopped, its silence: heartbeat_timeout_s. Of a trainer whose server still sends heartbeats, the
     waits of the others: 10 s or stall_s. Of a link that is cut, probes. Of one rank of a group, its server after stall_s, or the watchdog
     of training/. The last resort is collective_s.
-    -> protocol/roster.py:Roster.silent, protocol/quorum_record.py:QuorumRecord.find_stalled, process_groups/probe.py:Prober.probe,
-    protocol/group.py:GroupMachine._on_tick, process_groups/base.py:Generation._keep_limit
+    -> protocol/roster.py:Roster.silent, protocol/quorum_record.py:QuorumRecord.find_stalled, process_groups/probe.py:Prober._run,
+    manager.py:Manager._on_unreachable, protocol/group.py:GroupMachine._on_tick, process_groups/base.py:Generation._keep_limit
 How do the ranks of a group agree on an error? One whose sums failed votes at the group server, which fails the attempt for all. Then the
     ranks all-reduce their votes: if all are yes and name no divergent member, rank 0 votes for all, else each votes at the server; all
     follow its outcome. Without an Agreement, and while a heal is open, each votes at the server at once.

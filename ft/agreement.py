@@ -36,10 +36,10 @@ class Agreement:
         self._process_group = process_group
 
     def outcome(self, client: GroupClient, vote: Vote, *, free: bool) -> Outcome | None:
-        """Returns the group's outcome of a commit vote; called by all its ranks. None: each rank must vote at the server by itself.
-        `free`: False if this rank's machine has returned a further effect that must be carried out before the vote is answered: its vote
-        then does not count as a yes. Nor does one with `divergent`, as only the server joins these lists. Raises GroupEnded if ranks vote
-        on different attempts, or one is gone."""
+        """Returns the group's outcome of a commit vote; called by all its ranks. None: each rank must vote at the server by itself. `free`:
+        False if this rank's machine has returned a further effect that must be carried out before the vote is answered: its vote then does
+        not count as a yes. Nor does one with `divergent`, as only the server joins the ranks' lists of divergent members. Raises GroupEnded
+        if ranks vote on different attempts, or one is gone."""
         outcome = None
         if vote.verdict == "failed":  # one such vote decides: the server interrupts ranks that still wait
             outcome = client.outcome(vote)

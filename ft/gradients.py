@@ -19,11 +19,11 @@ The hook of a parameter (`_on_gradient`) copies its gradient into its bucket (bu
 accelerator together with the whole bucket, and launches the all-reduce of each bucket when it and all before it are complete. With FSDP2
 the hook comes after the reduce-scatter inside the group, in the stream of its result: so a bucket has shards of the group's sum, and is
 all-reduced between the same ranks of all groups. The total becomes `.grad` by pointing there (`deliver`): nothing is copied back. A retry
-copies the same gradients into other buckets, so it reduces the same bits.
+copies the same gradients into another buffer set, so it reduces the same bits.
 
-Memory: memory.py has the formula; users' tensors take twice their size more, and a quantized bucket that is reduced three buckets.
-Autograd's own gradients live until `deliver`. With keep=False those of at least 1 MiB are reduced in place; smaller ones, with shared=True
-or `slots` all, are freed when they are copied. A failure loses both.
+Memory: memory.py has the formula; users' tensors take twice their size more, and a quantized bucket, while it is reduced, that of three
+buckets. Autograd's own gradients live until `deliver`. With keep=False those of at least 1 MiB are reduced in place; the others (with
+shared=True or `slots`: all) are freed when they are copied. A failure loses both.
 
 `deterministic_reduce` (`slots` = S > 0): addition of floats is not associative, so the bits of one sum depend on the groups that have
 computed the slots. Here the layout has S copies of each gradient, one for each slot. A slot's owner sends its gradients in that copy, all
@@ -234,8 +234,9 @@ class Gradients:
 
     @contextmanager
     def last_backward(self, slot_index: int = 0) -> Iterator[None]:
-        """Wraps the backward that completes the gradients: inside it buckets are launched as they become complete; without it all are in
-        `launch_remaining`. Separate slots: wraps the last backward of each slot, with its index in the step; .grad is None after it."""
+        """Wraps the backward that completes the gradients: inside it buckets are launched as they become complete; without it
+        `launch_remaining` launches all. Separate slots: wraps the last backward of each slot, with its index in the step; .grad is None
+        after it."""
         self._in_last_backward, self._first_index = True, self._indices_of(slot_index).start if self._per_slot else 0
         try:
             yield
@@ -261,8 +262,7 @@ class Gradients:
 
     def launch_remaining(self, tail: Sequence[float], *, zeros: bool = False) -> None:
         """Launches the all-reduce of all remaining buckets, in order; the last one has the tail, in fp32. A parameter without gradient adds
-        zeros; `zeros`: every parameter does. Some gradients may be launched already: then the tail must say that this contribution does
-        not count.
+        zeros. `zeros`: every parameter does; if gradients are launched already, the tail must say that this contribution does not count.
         Returns at once. Raises RuntimeError for gradients that cannot be reduced, or that are lost (keep=False)."""
         with self._lock:
             attempt, step = self._attempt, self._step

@@ -10,8 +10,8 @@ interface over this class (compat/manager.py).
 
 Any thread may feed the machine: the threads of notices, of a fetch, of background votes, and that of the step (the trainer's; in a
 backward of ft.Manager autograd's), which carries out all effects but InterruptCollectives, in order, inside begin_step, reduce, commit and
-rewind. A notice, in its own thread, ends the offer of its generation and interrupts the trainer's wait for peers. One effect overlaps with
-the trainer's forward and backward: a process group may form meanwhile (`_effect_ahead`); then nothing is launched before `reduce`.
+rewind. A notice, in its own thread, ends the offer of its generation and interrupts the trainer's wait for peers. Configure may overlap
+with the trainer's forward and backward (`_effect_ahead`): the process group forms meanwhile, and nothing is launched before `reduce`.
 
     timeout of                                       what the trainer gets
     a collective or a rendezvous with other groups   no exception: the step is repeated, in begin_step or after `commit` returned None
@@ -627,8 +627,8 @@ class Manager:
 
     def _effect_ahead(self) -> m.Compute | None:
         """Returns the Compute that the trainer may carry out while the process group forms, equal on all ranks of the group. None: in
-        `reduce`, before the first commit, in the last step, without slots, with gradients that are kept of a failed attempt, or where the
-        backward or a body needs an attempt that has begun."""
+        `reduce`, before the first commit, in the last step, without slots, without keep_gradients, with gradients kept from a failed
+        attempt, or where the backward or a body (the program's code from start_quorum to should_commit) needs an attempt that has begun."""
         machine, options, until = self.machine, self._options, self._until
         is_first_or_last = not self._has_committed or (until is not None and self.step + 1 >= until)
         needs_attempt = options.zeros_wait or options.deterministic_reduce or not self.gradients.can_run_ahead
@@ -651,8 +651,9 @@ class Manager:
         return m.Configured(quorum.quorum_id, ok=True)
 
     def _exclude_mismatched(self, quorum: m.QuorumResult, mismatched: set[str], why: str) -> None:
-        """Blames the members with a different fingerprint from now on, so that they are in no quorum with this group again. Raises BadInput
-        in a newcomer; a group that has formed a generation before waits until groups with its fingerprint return."""
+        """Blames the members with a different fingerprint from now on, so that they are in no quorum with this group again. If this
+        group is the one that differs: raises BadInput in a newcomer; one that has formed a generation before waits until groups with its
+        fingerprint return."""
         others = set(quorum.members) - mismatched if quorum.replica_id in mismatched else mismatched
         self._mismatched = dict.fromkeys([*self._mismatched, *sorted(others)][-MISMATCHED_KEPT:])
         if quorum.replica_id not in mismatched:

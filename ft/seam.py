@@ -28,7 +28,7 @@ class DataAssignment:
 @dataclass(frozen=True)
 class StepTotals:
     """Sums of a step over all groups that contributed. `ok`: False if the attempt is known to have failed: `commit` then gives no Commit.
-    SoloManager: the `able` of `reduce`. Manager: True also without a group that is not able, which is left out."""
+    SoloManager: the `able` of `reduce`. Manager: also True if a group was not able: the sums are without it."""
 
     # valid tokens; 0: that slot contributed nothing; if this group was assigned no slot, one element: the sum over all slots
     tokens_per_slot: Sequence[float]
@@ -63,8 +63,8 @@ class GroupReleased(RuntimeError):
 
 
 def to_checkpoint(state: dict[str, Any]) -> dict[str, Any]:
-    """Returns the state with its ledger as one JSON string: the ledger's keys vary, and those of a checkpoint must not. `step` is that of
-    the branch, whose number the ledger has."""
+    """Returns the state with its ledger as one JSON string: the ledger's keys vary, and those of a checkpoint must not. `step` becomes
+    the step within the branch; the branch is the number of the ledger's rewinds."""
     return {**state, "step": state["step"] % STEPS_PER_BRANCH, "ledger": json.dumps(state["ledger"])}
 
 

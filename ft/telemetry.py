@@ -152,7 +152,7 @@ class ManagerTelemetry:
     def quorum(self, quorum: m.QuorumResult) -> None:
         """Reports a quorum: its members, and which of them heal from which."""
         members, sources = quorum.members, [quorum.members[source.replica_rank] for source in quorum.sources]
-        # spares, too; but only torchft's interface has spares, and its Manager is given no receiver of events
+        # spares beyond max_active_groups, too; but only torchft's interface sets that, and its Manager is given no receiver of events
         healing = [name_of(member) for member in members if member not in quorum.participants]
         self.event("quorum", quorum_id=quorum.quorum_id, groups=[*map(name_of, members)], healing=healing)
         at = m.describe_step(quorum.reference[0], self._inner_steps)

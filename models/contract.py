@@ -173,7 +173,7 @@ class Router(nn.Module):
 
 
 class Experts(nn.Module):
-    """Base class of experts: every parameter is [E, ...], one slice an expert. Expert parallelism shards dim 0."""
+    """Base class of experts: every parameter is [E, ...], one slice per expert. Expert parallelism shards dim 0."""
 
     def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
         """Takes rows [M, C], in the order of the experts, and the number of each expert's rows, int64 [E] of this rank's experts. Returns

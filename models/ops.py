@@ -78,7 +78,8 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, document_starts: Tensor | 
 
 
 def aligns_last_rows(device_type: str, dtype: torch.dtype, head_dim: int) -> bool:
-    """Returns True if flash attention supports T < S queries as the last T of S positions without a mask; it does not pad heads."""
+    """Returns True if flash attention supports T < S queries as the last T of S positions without a mask; called directly, the kernel does
+    not pad heads."""
     kernel = head_dim % 8 == 0 and head_dim <= 256
     return device_type != "cpu" and dtype in (torch.bfloat16, torch.float16) and kernel
 
@@ -136,7 +137,7 @@ def _compiled_flex_attention() -> Any:
 def block_mask(document_starts: Tensor, queries: Tensor, keys: Tensor) -> flex.BlockMask:
     """Returns FlexAttention's mask, from the least and largest number in each block of 128: torch's create_block_mask evaluates it for each
     pair of a query and a key."""
-    size, beyond = 128, 1 << 40  # F.pad takes a float
+    size, beyond = 128, 1 << 40  # F.pad takes a float; this one is exact
 
     def ends(x: Tensor, padding: int) -> tuple[Tensor, Tensor]:  # [..., n] -> [..., n / size]
         blocks = F.pad(x, (0, -x.shape[-1] % size), value=padding).unflatten(-1, (-1, size))

@@ -54,7 +54,7 @@ def apply_fsdp(
         dtypes: tuple[torch.dtype, torch.dtype] = (precision.compute, precision.reduce),
     ) -> None:
         shards = axes.size(axes.ndim - 1)
-        # One rank reduces nothing, so that its gradients need no cast, unless it accumulates the microbatches of a pipeline
+        # One rank reduces nothing, so its gradients need no cast, unless it accumulates the microbatches of a pipeline
         reduce = dtypes[1] if axes.size() > 1 or mesh[PP].size() > 1 else None
         options: dict[str, Any] = {
             "mesh": axes,
@@ -98,8 +98,8 @@ def apply_fsdp(
         is_last = part.output is not None and part.output in group  # needed again as soon as the backward starts
         wrap(group, reshard=reshard and (not is_last or always))
     wrap([part], reshard=reshard)
-    # Number of groups gathered ahead of the one that computes. 0 is torch's default: in the forward as far as the CPU runs ahead of the
-    # device, in the backward one group.
+    # Number of FSDP's parameter groups gathered ahead of the one that computes. 0 is torch's default: in the forward as far as the CPU runs
+    # ahead of the device, in the backward one group.
     forward, backward = config.fsdp_forward_prefetch, config.fsdp_backward_prefetch
     leaders = [cast(FSDPModule, group[0]) for group in groups]
     for index, leader in enumerate(leaders):

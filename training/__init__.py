@@ -18,9 +18,9 @@ How is an optimizer added? By a name in OptimizerConfig.name and a class in `bui
 How is a learning-rate schedule added? By a name in LRSchedulerConfig.decay_type and a formula in `shapes`; one that is not warm-up,
     plateau and decay replaces the function; the schedule's length is checked before the start. `make docs` writes its help.
     -> training/optimizer.py:learning_rate_factor, training/optimizer.py:LRSchedulerConfig, configs/check.py:_check_schedules
-How does a resumed run find its next samples on another number of ranks? A checkpoint has one position: all sequences before it are
-    trained on, except `holes`, the batches (slots) that were assigned but not committed. The next slots are the holes, then those from the
-    position on; a rank takes its part of each. Only a stream has a cursor for each rank, and needs as many data-parallel ranks. Another
+How does a resumed run find its next samples on another number of ranks? A checkpoint has one position: all sequences before it are trained
+    on, except `holes`, the batches (slots) that were assigned but not committed. The next slots are the holes, then those from the position
+    on; a rank takes its part of each. Only a stream has a cursor for each rank, and needs the same number of data-parallel ranks. Another
     batch size needs resume.allow and, if there are holes, must divide the saved one; --training.global_batch_size=N keeps the batch size
     where the default, -1, would change it.
     -> ft/protocol/step.py:Ledger.assign, training/data/loader.py:SlotPartition.tasks, configs/saved.py:check_saved
@@ -39,8 +39,8 @@ How is a metric added? In MetricsProcessor.step: a keyword of `_write_metrics` (
     -> training/metrics.py:MetricsProcessor.step, train.py:Run.train_step, training/metrics_writer.py:Row
 How is the loss changed? In both methods of CrossEntropySum; or by a subclass with __call__ alone, for which tensor parallelism gathers the
     logits. build_model, tools/explain/rank.py and bench/parity_worker.py pass it to `parallelize`: unless the last is changed, too, `make
-    parity` compares the old loss. Validation and the reported loss use it, too, so a term for training alone, such as label smoothing, is
-    added where torch.is_grad_enabled().
+    parity` compares the old loss. Validation uses it, too: a term for training alone, such as label smoothing, is added where
+    torch.is_grad_enabled(), and is then part of the training loss that is reported.
     -> training/loss.py:CrossEntropySum, training/components.py:Components.build_model, parallelisms/loss.py:head_loss
 How are parameters frozen, adapters added, a model fine-tuned? By requires_grad_(False) in the model's `build`; frozen parameters stay in
     checkpoints, heals and digests, and have no gradient and no optimizer state. checkpoint.initial_load_path begins a run at step 0 with
@@ -76,8 +76,9 @@ How does a validation run? Every validation.freq steps and at the last one, on t
 What does a checkpoint contain? The states of Components.checkpoint_states, in one torch.distributed.checkpoint folder with a manifest; no
     random state (each step seeds itself) and no schedule (a function of the step). docs/interchange.md loads the weights elsewhere.
     -> training/components.py:Components.checkpoint_states, training/states.py:ModelState, training/checkpoint_files.py:Manifest
-How is a key or a section of the configuration added? A key: an annotated field of the section's dataclass; a section: a frozen dataclass
-    beside its code and an attribute of RunConfig. Checks of one section in its check(), others in configs/check.py. Groups must share its
-    value, and a later launch changes it only with resume.allow, unless configs/saved.py lists it. `make docs` writes docs/config.md.
-    -> configs/schema.py:RunConfig, configs/check.py:check_settings, configs/saved.py:check_saved
+How is a key or a section of the configuration added? A key: an annotated field of the section's dataclass, whose type and bounds load()
+    checks; a section: a frozen dataclass beside its code and an attribute of RunConfig. Checks of one section in its check(), others in
+    configs/check.py. Groups must share its value, and a later launch changes it only with resume.allow, unless configs/saved.py lists it.
+    `make docs` writes docs/config.md.
+    -> configs/schema.py:RunConfig, configs/keys.py:convert, configs/check.py:check_settings, configs/saved.py:check_saved
 """

@@ -123,8 +123,8 @@ def read_values(path: Path, state: str) -> dict[str, Any]:
 def fit(states: States, metadata: Metadata, *, compared: Collection[str], exclude: Sequence[str], exact: bool) -> Fit:
     """Compares names and sizes (`exact`: dtypes too) of the states in `compared` with those of the checkpoint. Names that equal, lie
     below, or match an entry of `exclude` are ignored on both sides. These may be missing: the optimizer state of a parameter that never
-    had a gradient, optimizer settings that a different version of torch lacks, the metrics of replica groups, the window of
-    training.on_spike, and averages of weights."""
+    had a gradient, optimizer settings that a different version of torch lacks, the metrics of replica groups, the values for
+    training.spike_window, and averages of weights."""
     saved = {name: value for name, value in metadata.state_dict_metadata.items() if name.split(".")[0] in compared}
     here = [f"{state}.{key}" for state, values in states.items() for key in values]
     unused_excludes = {prefix for prefix in exclude if not any(_has_prefix(name, [prefix]) for name in (*saved, *here))}

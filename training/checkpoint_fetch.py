@@ -139,9 +139,9 @@ class CheckpointFetcher:
         self, stored: Mapping[int, Manifest | None], requested_step: int, before: float, loaded_step: int
     ) -> list[tuple[int, bool]]:
         """Returns (step, is_newer) of the checkpoints in the object store that `fetch` may copy, in the order in which it tries them.
-        `is_newer`: newer than the newest in the folder. Last come those with weights alone and, if the folder has the same step or in a
-        rewind, those saved outside of a quorum. If the folder has a usable checkpoint, these are left out, and so are all that are older
-        than it."""
+        `is_newer`: newer than the newest in the folder. Last come those with weights alone and, in a rewind or if the folder has the
+        same step, those saved outside of a quorum. If the folder has a usable checkpoint, these last ones are left out, and so are all that
+        are older than that one."""
         is_rewind = math.isfinite(before)
 
         def is_unfit(step: int) -> bool:

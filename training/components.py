@@ -459,7 +459,7 @@ class Components:
             self.spikes.reset()
 
     def restore(self) -> None:
-        """Loads the newest checkpoint; the manager calls it when no group has a state to heal from. Raises BadInput."""
+        """Loads the newest checkpoint; the manager calls it when no group has a state to heal from. Raises BadInput, CheckpointFailed."""
         with self.progress.phase("checkpoint"):
             try:
                 self.load()

@@ -167,9 +167,9 @@ def _replacement(path: Path) -> Iterator[IO[bytes]]:
 
 class RunLock(AppendedFile):
     """Locks a run's folder until `close` or the process ends: two launches would remove each other's partial saves. Raises ValueError if
-    locked; if by another machine, only after DEAD_LOCK_S, of which `log` is told: that one may have died, and the launch in its place must
-    not end as one with bad input, which is not restarted. `shared`: for a job of replica groups, which share the run's folder with each
-    other, but not with a launch without groups. `pause`: waits for that many seconds."""
+    locked; if another machine holds the lock, only after DEAD_LOCK_S, which is logged: that machine may have died, and a launch in its
+    place that ends as one with bad input would not be restarted. `shared`: for a job of replica groups, which share the run's folder with
+    each other, but not with a launch without groups. `pause`: waits for that many seconds."""
 
     def __init__(
         self,
@@ -183,7 +183,7 @@ class RunLock(AppendedFile):
         super().__init__(run_folder / "lock")
         locked = try_lock(self._fd, shared=shared)
         owner, machine = self._read_owner() if locked is False else ("", "")
-        # the kernel knows of each lock of its processes, also in containers; a host name may be that of a machine before, or of several
+        # the kernel knows of each lock of its processes, also in containers; a host name may be an earlier machine's, or that of several
         if machine not in ("", boot_id()):
             log(f"{run_folder} is in use by {owner}: waits {DEAD_LOCK_S} s, as that machine may have died")
             for _ in range(DEAD_LOCK_S):

@@ -176,7 +176,7 @@ class MetricsProcessor:
 
     def validation(self, step: int, sets: Mapping[str, Sequence[float]], *, seconds: float) -> None:
         """Reports a validation after `step`: loss in nats per token and bits per byte, of all sets together and, if there are several, of
-        each. `sets`: name -> (sum of nats, valid tokens, bytes). With bytes of NaN, which are unknown, there are no bits per byte."""
+        each. `sets`: name -> (sum of nats, valid tokens, bytes). If the bytes are NaN (unknown), there are no bits per byte."""
 
         def per_token_and_byte(nats: float, tokens: float, byte_count: float) -> tuple[float, float]:
             return nats / max(tokens, 1), nats / max(byte_count, 1) / math.log(2)  # max(NaN, 1) is NaN

@@ -14,8 +14,8 @@ from torch.optim._muon import DEFAULT_A, DEFAULT_B, DEFAULT_C, EPS, _adjust_lr
 
 
 def is_hidden_matrix(name: str, parameter: nn.Parameter) -> bool:
-    """Returns True for a matrix of a block, or a stack [E, A, B] of them, one an expert, and for the router of experts, which some leave to
-    AdamW. Norms, embedding and head are none."""
+    """Returns True for a matrix of a block, for a stack [E, A, B] of them, one per expert, and for the matrix of a router, which other
+    implementations leave to AdamW; False for norms, embedding and head."""
     return name.startswith("layers.") and parameter.ndim in (2, 3)
 
 

@@ -13,8 +13,8 @@ T = TypeVar("T")
 
 class RankCollectives:
     """Collectives of Python objects over a separate gloo process group, which DCP uses too. If a rank dies the others raise RuntimeError,
-    or wait until the launcher, the watchdog or the timeout ends them. Nothing catches it: the process ends, with exit code 1. What the save
-    had written is removed by the next launch as it loads, with replica groups after the next save."""
+    or wait until the launcher, the watchdog or the timeout ends them. Nothing catches the error: the process ends, with exit code 1. What
+    the save had written is removed by the next launch as it loads, with replica groups after the next save."""
 
     def __init__(self) -> None:
         self.rank, self.world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)

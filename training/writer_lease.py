@@ -14,7 +14,7 @@ from training.durable_files import replace_file
 
 LEASE_FILE = ".writer.json"  # in the run's folder: quorum of the newest writer
 
-FETCH = "-fetch"  # begin of the suffix of what a group copies out of an object store
+FETCH = "-fetch"  # beginning of the suffix of what a group copies out of an object store
 
 Quorum = tuple[str, int]  # epoch, id; ids grow within an epoch
 

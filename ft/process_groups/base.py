@@ -47,7 +47,7 @@ from ft.protocol.messages import Fingerprint
 # torch's timeout for operations that are ended by other means: their sockets are shut down, their communicator is aborted or their process
 # is killed. gloo in this process has a backstop instead (gloo.form_gloo).
 NEVER = timedelta(days=365)
-GRACE_S = 0.5  # wait after rendezvous_s, in which the forming thread can report which members are absent
+ABSENT_REPORT_S = 0.5  # wait after rendezvous_s, in which the forming thread can report which members are absent
 MAX_ENDING = 4  # most abandoned generations that are still shutting down
 log = logging.getLogger(__name__)
 
@@ -464,7 +464,7 @@ class ProcessGroup(Collectives):
         if forming is None:  # abandoned
             raise RendezvousFailed(str(why_none))
         try:
-            forming.wait(self.rendezvous_s + GRACE_S)
+            forming.wait(self.rendezvous_s + ABSENT_REPORT_S)
             with self._lock:  # a second time, as it may have been cancelled meanwhile
                 engine = forming.wait(0.0)
                 self._generation, self._forming = Generation(engine, self.timeout_s), None

@@ -1,13 +1,14 @@
 """The state machine of a replica group's server (torchft: ManagerServer): joins the quorum requests of the group's ranks into one request
-to the lighthouse, turns the answer into each rank's QuorumResult (torchft: compute_quorum_results), and decides by the ranks' votes which
-collective they enter next. Imports no torch.
+to the lighthouse, turns the answer into each rank's QuorumResult (torchft: compute_quorum_results), and decides on commits, heals and
+process groups by the ranks' votes, so that all ranks enter the same collective next. Imports no torch.
 
 Design choices:
 - A verdict `failed` decides at once. `retry` waits for all votes, since any of them may be `failed`.
 - If the ranks of one group report different states, that is a fault which healing must not hide: the group ends and is restarted.
 - When the lighthouse cannot be reached and no retries are left, the requests of all waiting ranks fail. By default retries have no limit:
   a restart of the lighthouse ends no group. A rank whose quorum_s is set gives up by itself (RankCancelled).
-- A commit is held back while the lighthouse is silent for too long, and fails when a notice says that the others continued without it.
+- A commit is held back while the lighthouse is silent for too long, and fails when a notice says that the others continued without this
+  group.
 - A group waits for other groups when all its ranks have requested a quorum, or have voted on a commit that is held back, or have entered an
   all-reduce that some are still in; it then tells its ranks so each second. If a rank is then asked to leave, the group ends the wait once
   it has lasted for LEAVE_BEATS heartbeats, and releases all ranks at their next quorum request, when they have the same state.

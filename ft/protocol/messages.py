@@ -343,7 +343,8 @@ class Evict(Event):
 
 
 class Persist(Effect):
-    """Write `saved` to the state file (temporary file, fsync, rename) before any later effect: quorum ids must never repeat."""
+    """Write `saved` to the state file (temporary file, fsync, rename): before any later effect, unless the file covers its ids already
+    (rpc/state_file.py), as quorum ids must never repeat."""
 
     saved: PersistentState
 
@@ -760,7 +761,8 @@ class InterruptCollectives(Effect):
 
 
 class CastVote(Effect):
-    """Send the vote to the group server, feed back the Outcome. Without an answer repeat it, and exit in the end: never infer a "no"."""
+    """Get the group's decision on the vote, from its server or by an Agreement of its ranks; feed back the Outcome. Without an answer
+    repeat it, and exit in the end: never infer a "no"."""
 
     vote: Vote
 

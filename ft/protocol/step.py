@@ -21,7 +21,7 @@ attempt on the same generation. With `failed` this group ends its generation and
 
 Design choices:
 - A group that cannot use its gradients asks for a retry in the tail of the first attempt, and in that of the retry writes UNABLE for each
-  of its slots, so every ledger counts the failure, also that of a newly healed group. It has one gradient sum for all its slots: if one
+  of its slots, so every ledger, a newly healed group's, too, counts the failure. It has one gradient sum for all its slots: if one
   slot gives NaN or Inf, all are marked. A slot without a valid token beside usable ones is UNABLE at once, and alone.
 - The next step's slots are assigned at a commit; if its tail announced a change, when the quorum that follows is answered. So the holders
   of a state have the same assignment; if not (one has loaded that state from a checkpoint), all drop theirs and make a new one.
@@ -97,7 +97,7 @@ class Ledger:
     that are identical.
 
     A slot is the batch of one group in one step, named by the position of its first sequence. The slots of a step are assigned once, at the
-    commit before it or at the quorum between the two, to the participants by replica_rank: first the holes (slots that were assigned before
+    commit before it or at a quorum after that commit, to the participants by replica_rank: first the holes (slots that were assigned before
     but are in no commit), then new positions. Only a commit takes slots out of the ledger. So an assignment may be dropped at any time, and
     a saved ledger does not depend on groups and ranks.
 

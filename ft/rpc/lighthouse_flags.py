@@ -39,7 +39,7 @@ Forms the quorums of a job of replica groups. A number after the last semicolon 
   --heal_grace_s S           wait of the others for a state that is arriving; must equal the groups' fault_tolerance.heal_grace_s; 30
   --http HOST:PORT|none      address of the dashboard, /status.json and /metrics; default: host and next port of --bind
   --state_file FILE|none     state for a restart; default: outputs/lighthouse-PORT.json of the current folder, none with port 0
-  --recover                  start without a usable state file, and learn the job's state from its running groups
+  --recover                  where there is no usable state file: learn the job's state from its running groups
   --takeover_s S|never       silence of all members of the last quorum after which other groups may continue; 30
   --stall_s S                longest wait for a group, then it is lost; 10 s if most members wait; never below five median steps; 60
   --num_replica_groups N     intended number of groups, for information, 0: unknown; 0
