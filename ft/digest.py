@@ -42,7 +42,8 @@ def digest(tensors: Iterable[Tensor]) -> tuple[float, ...]:
     """Returns DIGEST_WORDS integers below 2**24, never all zero, for this rank's shards of `tensors`. Synchronises with the device once."""
     with torch.no_grad():
         sums = [_sum(to_local(tensor.detach())) for tensor in tensors]
-        per_tensor: list[int] = torch.stack(sums).cpu().tolist() if sums else []
+        # with CPU offload the buffers lie on another device than the parameters
+        per_tensor: list[int] = torch.stack([each.to(sums[0].device) for each in sums]).cpu().tolist() if sums else []
     spread = hashlib.blake2b(struct.pack(f"<{len(per_tensor)}q", *per_tensor), digest_size=3 * DIGEST_WORDS).digest()
     words = [float(int.from_bytes(spread[3 * i : 3 * i + 3], "little")) for i in range(DIGEST_WORDS)]
     return tuple(words) if any(words) else (1.0, *words[1:])

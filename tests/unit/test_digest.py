@@ -46,6 +46,12 @@ def test_it_is_of_the_values_alone(dtype: torch.dtype):
     assert digest([odd[:0]]) == digest([torch.empty(0, dtype=dtype)])
 
 
+def test_tensors_may_lie_on_several_devices():
+    """With CPU offload the weights are in host memory, and the buffers are not. A meta tensor stands for those: its sum is to be copied."""
+    with pytest.raises(NotImplementedError, match="copy out of meta"):
+        digest([torch.zeros(9), torch.empty(9, device="meta")])
+
+
 def test_its_figures_survive_a_sum_in_fp32():
     for seed in range(50):
         figures = digest([torch.full((4,), float(seed))])
