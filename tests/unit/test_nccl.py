@@ -39,6 +39,7 @@ class FakeNccl:
     poll_error: str = ""  # of a check whether a sum has ended
     summed_in: str = ""  # the thread
     devices: dict[str, int] = field(default_factory=dict)  # by thread, as it was set last
+    options: Any = None  # of the constructor
 
     def environment(self) -> None:
         self.environments.append({name: os.environ.get(name) for name in SEEN})
@@ -65,6 +66,7 @@ class FakeNccl:
             Options = lambda: SimpleNamespace(config=SimpleNamespace())  # noqa: E731
 
             def __init__(self, store: Any, rank: int, size: int, options: Any) -> None:
+                fake.options = options
                 fake.environment()
 
             def eager_connect_single_device(self, device: torch.device) -> None: ...
@@ -198,6 +200,13 @@ def test_who_never_comes_to_the_first_sum_is_told_within_the_rendezvous(fake: Fa
             group.configure(store(f"never{group.rendezvous_s}"), 0, 1)
     assert fake.aborted.wait(60)
     group.shutdown(60.0)
+
+
+def test_the_stream_of_a_group_is_not_of_the_pool_that_others_take_in_turn(fake: FakeNccl, store: Callable[[str], str]):
+    """An all-reduce that waits for a peer would hold up what another user of the same stream has queued."""
+    fake.peers.set()
+    in_process(fake, store("stream"))
+    assert fake.options.is_high_priority_stream is True
 
 
 def test_a_check_that_fails_ends_its_operation_and_not_the_thread(fake: FakeNccl, store: Callable[[str], str]):
