@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from fsspec.implementations.memory import MemoryFileSystem
 
 from tests.unit.checkpoint_job import Job, Ledger, same, steps_in
@@ -153,6 +154,25 @@ def test_the_lease_is_looked_at_with_the_rest_of_the_save(tmp_path: Path):
     assert steps_in(tmp_path) == [2]
     [name] = threads
     assert name.startswith("checkpoint-writer")
+
+
+def test_the_background_thread_is_on_this_ranks_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """CUDA begins each thread on device 0, and DCP's writer waits for the current stream: that would create a context there."""
+    set_on = list[tuple[str, int]]()
+    fakes: dict[str, Any] = {
+        "is_available": lambda: True,
+        "synchronize": lambda: None,
+        "current_device_index": lambda: 3,
+        "set_device_index": lambda index: set_on.append((threading.current_thread().name, index)),
+    }
+    a = Group(tmp_path, 1, async_mode="async")
+    a.train(2)
+    for name, fake in fakes.items():
+        monkeypatch.setattr(torch.accelerator, name, fake)
+    a.checkpointer.save(2)
+    a.checkpointer.close()
+    [(name, index)] = set_on
+    assert name.startswith("checkpoint-writer") and index == 3
 
 
 def test_a_lease_that_cannot_be_noted_is_one_line(tmp_path: Path):
