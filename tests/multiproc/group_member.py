@@ -65,8 +65,11 @@ class Member:
         """Sums of this member's rank + 1, `count` of them or until one fails."""
         import torch
 
+        from ft.process_groups import shared
+
         group = self.groups[self.kind]
-        done, value = 0, torch.empty(elements, device=device)
+        # a child maps no memory of an expandable segment, which torch.empty may give on a GPU
+        done, value = 0, (torch.empty if device == "cpu" else shared.empty)(elements, device=device)
         while done < count:
             value.fill_(group.rank() + 1.0)
             try:
