@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ft.device import streams_of
 from ft.process_groups import shared as shared_memory
 
 ALIGN_BYTES = 64  # alignment of a gradient in its bucket: a cache line, and enough for vector instructions and NCCL
@@ -138,21 +139,27 @@ class BufferPool:
     def __init__(self, *, shared: bool) -> None:
         self._shared = shared
         self._lock = threading.Lock()
-        self._returned_this_step: dict[tuple[int, torch.dtype, torch.device], list[Tensor]] = {}
-        self._returned_last_step: dict[tuple[int, torch.dtype, torch.device], list[Tensor]] = {}
+        # by size, dtype and device; each with the event of its last use
+        self._returned_this_step: dict[tuple[Any, ...], list[tuple[Tensor, Any]]] = {}
+        self._returned_last_step: dict[tuple[Any, ...], list[tuple[Tensor, Any]]] = {}
 
     def take(self, like: Tensor) -> Tensor:
-        """Returns a contiguous, uninitialised tensor of the shape, dtype and device of `like`."""
+        """Returns a contiguous, uninitialised tensor of the shape, dtype and device of `like`, for the current stream."""
         key = (like.numel(), like.dtype, like.device)
         with self._lock:
             for free in (self._returned_last_step, self._returned_this_step):
                 if buffers := free.get(key):
-                    return buffers.pop().view(like.shape)
+                    buffer, used = buffers.pop()
+                    if used is not None:
+                        streams_of(like.device).current_stream(like.device).wait_event(used)
+                    return buffer.view(like.shape)
         return zeros(like.numel(), like.dtype, like.device, shared=self._shared).view(like.shape)
 
-    def give(self, buffer: Tensor) -> None:
+    def give(self, buffer: Tensor, used: Any = None) -> None:
+        """Returns a buffer. `used`: event after its last use, which may still be queued on a stream; None: nothing is queued."""
         with self._lock:
-            self._returned_this_step.setdefault((buffer.numel(), buffer.dtype, buffer.device), []).append(buffer)
+            key = (buffer.numel(), buffer.dtype, buffer.device)
+            self._returned_this_step.setdefault(key, []).append((buffer, used))
 
     def step_done(self) -> None:
         with self._lock:

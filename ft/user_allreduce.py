@@ -7,7 +7,7 @@ the step reduces them again. A failed attempt leaves the tensor unchanged; only 
 from __future__ import annotations
 
 import threading
-from contextlib import nullcontext
+from contextlib import ExitStack
 from datetime import timedelta
 from typing import Any
 
@@ -67,10 +67,11 @@ class UserAllreduce:
         self._version = _version(self._tensor)  # the tensor's version after our newest write, or at the beginning
         self._sum: Tensor | None = None  # buffer of the current attempt
         self._written = False
+        self._used: Any = None  # event after the newest write, the last use of the buffers
         self._num_participants = 1
         self.work = QueuedWork("AllReduce", [tensor])
-        streams = streams_of(tensor.device)
-        self._on_stream = streams.stream(streams.current_stream(tensor.device)) if streams else nullcontext()
+        self._streams = streams_of(tensor.device)
+        self._stream = self._streams.current_stream(tensor.device) if self._streams else None
 
     @property
     def changed(self) -> bool:
@@ -127,11 +128,15 @@ class UserAllreduce:
         """Returns the buffers to their pool, at the end of the step."""
         for buffer in (self.abandon(), self._original):
             if buffer is not None:
-                self._buffers.give(buffer)
+                self._buffers.give(buffer, self._used)
         self._original = None
 
     def _ended(self, complete: bool) -> None:
-        with self._on_stream:
+        with ExitStack() as on_stream:
+            if self._streams:
+                # a notice ends a work in its own thread, which CUDA begins on device 0: leaving the stream alone would use that
+                on_stream.enter_context(self._streams.device(self._tensor.device))
+                on_stream.enter_context(self._streams.stream(self._stream))
             try:
                 with self._lock:
                     if complete and not self.work.is_completed():
@@ -150,6 +155,8 @@ class UserAllreduce:
         else:
             self._tensor.copy_(self._sum)
         self._written, self._version = True, _version(self._tensor)
+        if self._stream:
+            self._used = self._stream.record_event()
 
 
 def _version(tensor: Tensor) -> int:
