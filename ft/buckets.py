@@ -182,12 +182,15 @@ def to_local(tensor: Tensor) -> Tensor:
 
 
 def dtensor_like(parameter: Any, local: Tensor) -> Tensor:
-    """Returns `local`, as a DTensor if the parameter is one."""
+    """Returns `local`, as a DTensor over the same memory if the parameter is one."""
     if not hasattr(parameter, "placements"):
         return local
     from torch.distributed.tensor import DTensor
 
     with torch.no_grad():
+        if local.device.type != parameter.device_mesh.device_type:
+            # of parameters that are offloaded to host memory: from_local would return a copy on the mesh's device
+            return DTensor(local, parameter._spec, requires_grad=False)
         shape, stride = parameter.shape, torch.empty(parameter.shape, device="meta").stride()
         return DTensor.from_local(
             local, parameter.device_mesh, parameter.placements, run_check=False, shape=shape, stride=stride
