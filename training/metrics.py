@@ -80,7 +80,10 @@ class MetricsProcessor:
         self._peak_tflops = config.peak_tflops or (known_peak_tflops(device.name) if device else None)
         self._first_step = 0  # first committed step since the launch or a rewind
         self._commits = 0  # of this launch
-        self._resumed: tuple[int, int] | None = None  # step and tokens before the first commit of this launch
+        self._resumed: int | None = None  # step before the first commit of this launch
+        self._trained_tokens = (
+            0  # of this launch's commits, also those that a rewind undid: compute seconds count them, too
+        )
         self._loss = math.nan
         self._validation_loss: float | None = None  # of the newest validation
         self._after_first_s = 0.0  # Progress.total() after `_first_step`
@@ -109,10 +112,11 @@ class MetricsProcessor:
         total_s, data_s, checkpoint_s, long_s = (now - then for now, then in zip(self._spent, before, strict=True))
         step_s = total_s - long_s
         if first := not self._commits:
-            self._resumed = (step - inner_steps, self.tokens)
+            self._resumed = step - inner_steps
         if first or rewound:
             self._first_step, self._after_first_s = step, self._progress.total()
         self._commits, self._loss, self.tokens = self._commits + 1, loss, self.tokens + tokens
+        self._trained_tokens += tokens
         device_s = step_s * self._world_size * groups.get("quorum_size", 1)
         more = {"steps": inner_steps, "tokens": tokens, "step_s": step_s, "data_s": data_s, "device_s": device_s}
         self._interval = {name: self._interval.get(name, 0.0) + value for name, value in more.items()}
@@ -217,13 +221,13 @@ class MetricsProcessor:
     def print_summary(self, step: int, *, verb: str, saved: str, next_command: str, groups: str) -> None:
         """Logs the closing summary of a launch at `step`. `saved`: folder of checkpoints. Goodput: share of time on committed steps."""
         progress, total = self._progress, self._progress.total()
-        first_step, first_tokens = self._resumed or (step, self.tokens)
+        first_step, tokens = step if self._resumed is None else self._resumed, self._trained_tokens
         counted = {name: progress.spent(*(WORK if name == "compute" else [name])) for name in _SUMMARY_PHASES}
         if groups:
             counted |= {name: progress.spent(name) for name in GROUP_PHASES}
         counted["other"] = max(0.0, total - sum(counted.values()))
         shares = ", ".join(f"{name} {seconds:.1f} s ({_per(seconds, total):.0%})" for name, seconds in counted.items())
-        since, tokens = f" (resumed at {first_step})" if first_step else "", self.tokens - first_tokens
+        since = f" (resumed at {first_step})" if first_step else ""
         rate = f", {tokens / counted['compute']:,.0f} tokens per second of compute" if counted["compute"] > 0 else ""
         lines = [f"{verb} step {step}{since}: {tokens:,} tokens in {duration(total)}{rate}", f"  time: {shares}"]
         if groups:

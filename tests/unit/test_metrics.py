@@ -386,6 +386,19 @@ def test_summary_accounts_for_every_second() -> None:
     ]
 
 
+def test_summary_counts_the_tokens_that_were_trained_on_and_then_undone() -> None:
+    """A group that has joined at step 50 goes back with the job to step 40, and is stopped there."""
+    run = Run()
+    run.metrics_processor.load_state_dict({"tokens": 50_000})
+    run.steps(51, 53)
+    run.metrics_processor.load_state_dict({"tokens": 40_000})
+    run.steps(41, 41)
+    run.metrics_processor.print_summary(41, **SUMMARY | dict(verb="stopped at"))
+    assert run.lines[-5] == (
+        "[0] stopped at step 41 (resumed at 50): 4,000 tokens in 2 s, 2,000 tokens per second of compute"
+    )
+
+
 def test_summary_of_a_job_of_groups_names_what_they_cost() -> None:
     run = Run()
     for phase, seconds in (("compute", 60), ("quorum", 5), ("rebuild", 4), ("heal", 3), ("waiting", 8)):
