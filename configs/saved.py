@@ -37,7 +37,7 @@ Change = Literal["never", "order", "rule", "groups", "free"]
 _FREE = (
     *("job.", "activation_checkpoint.", "compile.", "checkpoint.", "resume.", "validation.", "metrics.", "profiling."),
     *("comm.", "sample.", "training.deterministic", "training.mixed_precision_", "training.loss_chunk_tokens"),
-    *("training.enable_cpu_offload", "training.gc_freq", "training.dataloader."),
+    *("training.gc_freq", "training.dataloader."),
 )
 _CHANGES: dict[str, Change] = {
     "": "rule",
@@ -49,6 +49,7 @@ _CHANGES: dict[str, Change] = {
     "lr_scheduler.": "rule",
     "lr_scheduler.total_steps": "groups",  # the length of the run, as training.steps
     "training.steps": "groups",
+    "training.enable_cpu_offload": "groups",  # decides between gloo and NCCL, which do not meet
     "training.dataset": "order",
     "training.sources": "order",
     "training.seq_len": "order",

@@ -216,6 +216,7 @@ def test_what_leaves_the_run_the_same_may_change(tmp_path: Path, changed: str) -
         ("--parallelism.tensor_parallel_degree=2", True),
         ("--training.steps=40", True),
         ("--float8.filter_fqns=['w2']", True),
+        ("--training.enable_cpu_offload", True),
         ("--training.mixed_precision_param=float32", False),
         ("--metrics.log_freq=1", False),
         ("--training.gc_freq=1", False),
