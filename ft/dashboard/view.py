@@ -234,7 +234,12 @@ class View:
             verb = "keeps" if len(late) == 1 else "keep"
             return "busy", "Waiting in a step", f"{named(late)} {verb} the others waiting in the all-reduce."
         if no_step_s := self._no_step_s():
-            return "bad", f"No step for {no_step_s:.0f} s", f"Reason of the newest quorum: {reason}."
+            head = f"No step for {no_step_s:.0f} s"
+            # such as a validation: no fault within its limit, after which the group reports none
+            if lasting := {i: x.phase for i, x in self._service.reports.items() if x.phase_limit_s}:
+                phases = clean(" and ".join(sorted({*lasting.values()})), NOTE_TEXT)
+                return "busy", head, f"{named(lasting)}: {phases}, which may last longer than a step."
+            return "bad", head, f"Reason of the newest quorum: {reason}."
         if counts[HEALS]:
             healing = f"State transfer to {named(history.healing)}; the others continue without a pause."
             return "busy", "Training, with a heal", healing

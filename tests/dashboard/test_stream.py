@@ -113,6 +113,21 @@ def test_who_keeps_the_others_waiting_is_named(job: Jobs):
     groups.streams["1:b"] = slow
 
 
+def test_a_long_phase_is_no_fault_within_its_limit(job: Jobs):
+    one, groups = job()
+    groups.beat()
+    with one.watch() as reader:
+        reader.until(lambda r: r.job and r.job["step"] == 2)
+        groups.beat(0, phase="validation", phase_limit_s=300.0)
+        assert in_time(lambda: all(report.phase_limit_s for report in one.service.reports.values()))
+        one.feed.history.last_step_s -= 60
+        reader.until(lambda r: r.job["headline"].startswith("No step for "))
+        assert reader.job["state"] == "busy"
+        assert reader.job["reason"] == "0:a, 1:b and 2:c: validation, which may last longer than a step."
+        groups.beat(0)
+        reader.until(lambda r: r.job["state"] == "bad")
+
+
 def test_one_that_was_cut_off_is_told_what_it_missed(job: Jobs):
     one, groups = job()
     with one.watch() as reader:
