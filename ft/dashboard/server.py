@@ -310,9 +310,12 @@ class _Collector:
     def collect(self) -> Iterator[Any]:
         service, quorum = self.service, self.service.machine.quorum
         settled, waiting, streams = service.machine.saved.settled, len(service.waiting_ids), len(service.streams)
+        # a quorum keeps its members until the next one, for which too few may be left
+        alive = sum(i in service.machine.roster.peers for i in quorum.ids) if quorum else 0
         for kind, name, text, value in (
             (GaugeMetricFamily, "pharos_quorum_id", "Id of the newest quorum", quorum.quorum_id if quorum else 0),
             (GaugeMetricFamily, "pharos_quorum_members", "Members of it", len(quorum.members) if quorum else 0),
+            (GaugeMetricFamily, "pharos_live_members", "Members of it that neither left nor were lost", alive),
             (GaugeMetricFamily, "pharos_settled_step", "Newest step that is final", m.step_of(settled)),
             (
                 GaugeMetricFamily,

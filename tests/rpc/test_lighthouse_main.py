@@ -119,13 +119,16 @@ def test_from_start_to_end_with_token_page_and_state(tmp_path: Path):
         assert status["reports"]["a:1"]["phase"] == "training" and status["streams"] == 1
         metrics = one.get("/metrics", **token)[1]
         assert "pharos_quorum_members 1.0" in metrics and 'pharos_loss{replica="a:1"} 1.25' in metrics
+        assert "pharos_live_members 1.0" in metrics
         assert 'pharos_step{replica="a:1"} 3.0' in metrics, "as on the page: the step of the branch"
         assert "pharos_refusals_total 0.0" in metrics
         stranger = Wire(one.address, "another token")
         assert stranger.code("/pharos.Lighthouse/Quorum", b"")[0] == "UNAUTHENTICATED"
         wire.send("/pharos.Lighthouse/Leave", codec.to_message(m.Leave("a:1", reason="gone")).SerializeToString())
         assert refused(lambda: wire.pharos(m.Call(m.Member("a:1"))).result(WAIT_S))[0] == "ABORTED"
-        assert "pharos_refusals_total 1.0" in one.get("/metrics", **token)[1], "who returns after a loss is no stranger"
+        metrics = one.get("/metrics", **token)[1]
+        assert "pharos_refusals_total 1.0" in metrics, "who returns after a loss is no stranger"
+        assert "pharos_quorum_members 1.0" in metrics and "pharos_live_members 0.0" in metrics
         stranger.close()
         stream.close()
         wire.close()
