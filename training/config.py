@@ -165,11 +165,16 @@ class TrainingConfig:
     def sequences_left(self, position: int, end: int, slot_size: int) -> int:
         """Returns the number of sequences from `position`, where a slot begins, to `end`, without those of skipped slots: a slot
         is skipped as a whole if a span of `skip` has one of its sequences (Ledger)."""
-        left = end - position
-        for span in self.skip:
-            if not span.source and span.end > position:
-                first = position + max(0, span.first - position) // slot_size * slot_size
-                left -= max(0, min(position - (position - span.end) // slot_size * slot_size, end) - first)
+        left, counted = (
+            end - position,
+            position,
+        )  # `counted`: skipped slots before it are left out, as spans may share one
+        for first, until in sorted((span.first, span.end) for span in self.skip if not span.source):
+            if until > counted:
+                first = position + max(0, first - position) // slot_size * slot_size
+                until = position - (position - until) // slot_size * slot_size
+                left -= max(0, min(until, end) - max(first, counted))
+                counted = until
         return left
 
     def check(self) -> None:

@@ -52,10 +52,10 @@ def test_two_groups_stop_while_two_more_steps_fit(inner_steps: int) -> None:
 @pytest.mark.parametrize("first", range(3, 40, 3))
 @pytest.mark.parametrize("length", [1, 4, 9])
 def test_what_skip_leaves_out_is_no_part_of_what_is_left(first: int, length: int) -> None:
-    training = TrainingConfig(
-        skip=(SkipConfig(first, first + length), SkipConfig(1, 50, source="documents, not positions"))
-    )
-    ledger, end = Ledger(SIZE, skip_ranges=[(first, first + length)]), 40
+    spans = [(first + 2, first + length + 2), (first, first + 1)]  # in one slot, in two, or overlapping
+    documents = SkipConfig(1, 50, source="documents, not positions")
+    training = TrainingConfig(skip=(*(SkipConfig(*span) for span in spans), documents))
+    ledger, end = Ledger(SIZE, skip_ranges=spans), 40
     slots = list[int]()
     while (slot := min(ledger.assign(["0"]))) + SIZE <= end:
         slots.append(slot)
