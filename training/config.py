@@ -165,10 +165,7 @@ class TrainingConfig:
     def sequences_left(self, position: int, end: int, slot_size: int) -> int:
         """Returns the number of sequences from `position`, where a slot begins, to `end`, without those of skipped slots: a slot
         is skipped as a whole if a span of `skip` has one of its sequences (Ledger)."""
-        left, counted = (
-            end - position,
-            position,
-        )  # `counted`: skipped slots before it are left out, as spans may share one
+        left, counted = end - position, position  # skipped slots before `counted` are left out: spans may share one
         for first, until in sorted((span.first, span.end) for span in self.skip if not span.source):
             if until > counted:
                 first = position + max(0, first - position) // slot_size * slot_size
