@@ -81,6 +81,11 @@ class FileTokenizer:
         self.vocab_size: int = max(self._ids.values()) + 1
         self.bos_id, self.eos_id = self._find_bos_and_eos()
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Restores the copy in a loader's worker process. The package pickles tokenizer.json, which lacks this setting."""
+        self.__dict__.update(state)
+        self._backend.encode_special_tokens = True
+
     def encode(self, text: str | bytes, bos: bool = False) -> np.ndarray:
         string = text if isinstance(text, str) else text.decode("utf-8", errors="replace")
         body = self._backend.encode(string, add_special_tokens=False).ids

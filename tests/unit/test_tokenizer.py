@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -109,7 +110,8 @@ class TestTokenizerJson:
 
     def test_a_document_cannot_forge_a_special_token(self, tmp_path: Path) -> None:
         tokenizer = build_tokenizer(str(write(tmp_path, "hell", "</s>")))
-        assert 13 not in tokenizer.encode("hello").tolist()
+        for each in (tokenizer, pickle.loads(pickle.dumps(tokenizer))):  # a stream's workers have copies
+            assert 13 not in each.encode("hello").tolist()
 
     def test_config_beside_it_comes_first(self, tmp_path: Path) -> None:
         write(tmp_path, "<s>", "</s>", "<a>", config={"bos_token": {"content": "<a>"}, "eos_token": None})
