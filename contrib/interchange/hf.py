@@ -162,7 +162,8 @@ def check_published(folder: Path, *, tokenizer: str | None, dtype: str) -> Publi
             raise ValueError(
                 f"{copied[TOKENIZER]}: {known} ids, but config.json has vocab_size = {vocab_size}; must be at least as large"
             )
-        if (folder / files.GENERATION).is_file():
+        # its ids are those of the folder's own tokenizer
+        if (folder / files.GENERATION).is_file() and not (tokenizer and (folder / TOKENIZER).is_file()):
             copied[files.GENERATION] = folder / files.GENERATION
     elif tokenizer:
         raise ValueError(f"--tokenizer {tokenizer}: there is no such file, or no {TOKENIZER} in that folder")

@@ -295,6 +295,10 @@ def test_an_import_without_a_tokenizer_needs_one(published: Path, capsys: pytest
     assert load(["out/config.toml"]).model.tokenizer_path == "out/tokenizer"
     assert Path("out/tokenizer/tokenizer.json").read_bytes() == own.read_bytes()
     assert json.loads(Path("out/tokenizer/generation_config.json").read_text())["eos_token_id"] == 2
+    shutil.copy(own, "source/tokenizer.json")
+    assert run("import", "source", "other", "--tokenizer", own) == 0
+    ids = "the ids are those of the other tokenizer"
+    assert [path.name for path in Path("other/tokenizer").iterdir()] == ["tokenizer.json"], ids
     assert run("import", "source", "bytes", "--tokenizer", "") == 0
     assert load(["bytes/config.toml"]).model.tokenizer_path == "" and not Path("bytes/tokenizer").exists()
 
