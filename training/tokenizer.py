@@ -102,6 +102,10 @@ class FileTokenizer:
         known = [int(i) for i in ids if 0 <= int(i) < self.vocab_size]
         return str(self._backend.decode(known, skip_special_tokens=True))
 
+    def token(self, index: int) -> str:
+        """Returns the name of an id in tokenizer.json."""
+        return str(self._backend.id_to_token(index))
+
     def token_bytes(self) -> np.ndarray:
         added = self._backend.get_added_tokens_decoder()
         parts = [json.loads(self._json).get(part) for part in ("decoder", "pre_tokenizer")]

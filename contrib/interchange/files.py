@@ -28,10 +28,10 @@ CODES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}  # supported dt
 _WIDTHS = {"F32": 4, "BF16": 2, "F16": 2}
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 _MAX_SHOWN = 3
-TOKENIZER = "tokenizer.json"
+TOKENIZER, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
 GENERATION = "generation_config.json"
 _BESIDE = (
-    "tokenizer_config.json",
+    TOKENIZER_CONFIG,
     "special_tokens_map.json",
     "added_tokens.json",
     "tokenizer.model",

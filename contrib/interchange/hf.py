@@ -31,7 +31,7 @@ from configs.load import HELD_OUT, load, with_held_out_share
 from configs.saved import CONFIG_FILE, to_toml
 from configs.schema import RunConfig
 from contrib.interchange import files
-from contrib.interchange.files import CODES, TOKENIZER, Weights, read_json
+from contrib.interchange.files import CODES, TOKENIZER, TOKENIZER_CONFIG, Weights, read_json
 from models.contract import ModelConfig
 from models.llama_hf import Entry, Format, Published
 from scripts.generate import checkpoint_of, read_surviving, state_of
@@ -39,11 +39,18 @@ from scripts.make_seed_checkpoint import check_room
 from training import checkpoint_dcp, checkpoint_files
 from training.checkpoint_config import CheckpointConfig
 from training.checkpoint_dcp import StreamingPlanner
-from training.checkpoint_files import CheckpointFailed, Manifest, Removed, is_same, read_verified, step_folder
+from training.checkpoint_files import (
+    CheckpointFailed,
+    Manifest,
+    Removed,
+    is_same,
+    read_verified,
+    step_folder,
+)
 from training.log import Log
 from training.object_store import is_url
 from training.progress import Bar
-from training.tokenizer import ByteTokenizer, build_tokenizer
+from training.tokenizer import ByteTokenizer, FileTokenizer, build_tokenizer
 
 BOS, EOS, PAD = "<|begin_of_text|>", "<|end_of_text|>", "<|pad|>"  # of the built-in byte tokenizer
 _IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
@@ -285,8 +292,7 @@ def export_run(
 
 
 def _write(checkpoint: Checkpoint, out: Path, shard_bytes: int, dtype: str, max_positions: int, log: Log) -> None:
-    copied, special = _tokenizer(checkpoint.model.tokenizer_path, out, log)
-    texts = {} if checkpoint.model.tokenizer_path else byte_tokenizer()
+    copied, texts, special = _tokenizer(checkpoint.model.tokenizer_path, out, log)
     target = getattr(torch, dtype) if dtype else checkpoint.dtype
     shapes = {name: shape for entry in checkpoint.entries for name, shape in entry.parts.items()}
     entries = {name: entry for entry in checkpoint.entries for name in entry.parts}
@@ -388,18 +394,23 @@ def check_checkpoint(path: Path, manifest: Manifest, config: RunConfig, *, dtype
     return Checkpoint(path, manifest, state, format, model, entries, reader, dtypes.pop())
 
 
-def _tokenizer(path: str, out: Path, log: Log) -> tuple[dict[str, Path], dict[str, Any]]:
-    """Returns (published name -> file to copy, special token ids). Raises ValueError for an unusable file."""
+def _tokenizer(path: str, out: Path, log: Log) -> tuple[dict[str, Path], dict[str, str], dict[str, Any]]:
+    """Returns published name -> file to copy, published name -> text to write, and the special token ids. Raises ValueError for an unusable
+    file."""
     copied = tokenizer_files(Path(path).expanduser()) if path else {}
-    special = dict[str, Any]()
+    texts, special = {} if path else byte_tokenizer(), dict[str, Any]()
     if not path or TOKENIZER in copied:
         tokenizer = build_tokenizer(path)
         # tokens around each document in training
         special = {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id}
+        if isinstance(tokenizer, FileTokenizer) and TOKENIZER_CONFIG not in copied:
+            # readers would know no BOS and no EOS, and take the class of the model's own tokenizer, which divides text differently
+            names = {"bos_token": tokenizer.token(tokenizer.bos_id), "eos_token": tokenizer.token(tokenizer.eos_id)}
+            texts[TOKENIZER_CONFIG] = tokenizer_config(names)
     else:
         log.warning('model.tokenizer_path = "%s": no such file, so %s has no %s', path, out, TOKENIZER)
     generation = read_json(copied[files.GENERATION]) if files.GENERATION in copied else {}
-    return copied, {**special, **{name: generation[name] for name in _IDS if generation.get(name) is not None}}
+    return copied, texts, {**special, **{name: generation[name] for name in _IDS if generation.get(name) is not None}}
 
 
 def tokenizer_files(path: Path) -> dict[str, Path]:
@@ -422,6 +433,11 @@ def byte_tokenizer() -> dict[str, str]:
     bos = [(BOS, ByteTokenizer.bos_id)]
     tokenizer.post_processor = processors.TemplateProcessing(f"{BOS} $A", "$A $B:1", bos)
     tokenizer.decoder = decoders.ByteLevel()
-    config = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": BOS, "eos_token": EOS, "pad_token": PAD}
-    text = json.dumps({**config, "clean_up_tokenization_spaces": False}, indent=2)
-    return {TOKENIZER: tokenizer.to_str() + "\n", "tokenizer_config.json": f"{text}\n"}
+    names = {"bos_token": BOS, "eos_token": EOS, "pad_token": PAD}
+    return {TOKENIZER: tokenizer.to_str() + "\n", TOKENIZER_CONFIG: tokenizer_config(names)}
+
+
+def tokenizer_config(names: dict[str, str]) -> str:
+    """Returns tokenizer_config.json for a tokenizer.json that is used as it is. `names`: the special tokens."""
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", **names, "clean_up_tokenization_spaces": False}
+    return json.dumps(config, indent=2) + "\n"

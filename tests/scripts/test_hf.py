@@ -17,6 +17,7 @@ from scripts import make_seed_checkpoint
 from scripts.generate import load_model
 from tests.scripts.hf_world import KINDS, V, our_logits, run, same, saved, tensors, their_logits, tokenizers_of
 from tests.scripts.tiny_job import ROOT, python
+from tests.unit import test_tokenizer as tokenizers
 from training.checkpoint_config import CheckpointConfig
 from training.checkpoint_files import read_manifest, verify
 from training.tokenizer import ByteTokenizer, FileTokenizer
@@ -167,6 +168,19 @@ def test_training_begins_with_what_was_imported_and_what_it_came_to_goes_out_wit
     config = json.loads(Path("theirs/config.json").read_text())
     assert config["tie_word_embeddings"] == ("lm_head.weight" not in tensors(Path("theirs"))) == ("tied" in kind)
     assert (config["max_position_embeddings"], config["bos_token_id"], config["eos_token_id"]) == (16, 1, 2)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3"])
+def test_a_tokenizer_json_alone_goes_out_with_the_names_of_bos_and_eos(name: str, transformers: Any):
+    """Without them transformers takes a Qwen3's tokenizer for Qwen's own, which divides text in another way."""
+    Path("bpe").mkdir()
+    path = tokenizers.write(Path("bpe"), "<s>", "</s>")
+    model = [f"--model.name={name}", "--model.tokenizer_path=bpe"]
+    assert make_seed_checkpoint.main(["tiny.toml", *model]) == 0
+    assert run("export", "outputs/tiny", "theirs") == 0
+    theirs, ours = transformers.AutoTokenizer.from_pretrained("theirs"), FileTokenizer(str(path))
+    assert (theirs.bos_token_id, theirs.eos_token_id, len(theirs)) == (ours.bos_id, ours.eos_id, ours.vocab_size)
+    assert theirs("hello hello").input_ids == ours.encode("hello hello").tolist()
 
 
 def test_the_built_in_bytes_go_out_as_a_tokenizer_that_gives_the_same_ids(transformers: Any):
