@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from ft.buckets import BUCKET_BYTES, KEPT_SETS, BucketLayout
@@ -14,15 +15,16 @@ from ft.config import FaultTolerance
 
 
 def memory(tensors: Sequence[Tensor], settings: FaultTolerance, *, in_child: bool, slots: int = 0) -> dict[str, int]:
-    """Returns bytes by purpose. `tensors`: the rank's shard of each parameter, in the order of registration, on any device. `in_child`: the
-    process group runs in a child process. `slots`: slots of a step if each is reduced separately (deterministic_reduce), else 0."""
+    """Returns bytes by purpose. `tensors`: the rank's shard of each parameter that is trained, in the order of registration, on any device.
+    `in_child`: the process group runs in a child process. `slots`: slots of a step if each is reduced separately (deterministic_reduce),
+    else 0."""
     keep, quantized = settings.keep_gradients, settings.should_quantize
     momentum = settings.semi_sync_method == "diloco" and settings.outer_momentum > 0
     layout = BucketLayout(
         [*tensors] * max(1, slots),
         bucket_bytes=BUCKET_BYTES,
         in_place=not keep and not in_child and not slots,
-        device=tensors[0].device,
+        device=torch.device("meta"),  # of a rank whose stages are frozen
         quantized=quantized,
     )
     one_set = sum(size * dtype.itemsize for (dtype, _), size in layout.sizes.items())

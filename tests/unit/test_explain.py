@@ -15,12 +15,14 @@ from torch import nn
 
 from configs.check import check_settings
 from configs.load import load
+from ft.memory import memory
 from models import llama
+from models.contract import Model
 from parallelisms.execution import ExecutionConfig, Precision
 from parallelisms.mesh import ParallelismConfig
 from tests.multiproc.test_explain import explained
 from tests.unit.fakes import add_models
-from tools.explain.command import WIDTH, explain, job_of, main, requested_ranks
+from tools.explain.command import WIDTH, explain, fault_tolerance, job_of, main, requested_ranks
 from tools.explain.rank import DeviceType, ExplainedJob, MemoryTracker, Segment, join, ranks
 
 MIB = 1 << 18  # fp32 elements
@@ -101,6 +103,45 @@ def test_later_passes_find_gradients():
     [once], [often] = ranks(job(1)), ranks(replace(job(1), passes=3))
     assert once.peak <= often.peak <= once.peak + once.resident.gradients
     assert often.peak == once.resident.parameters + once.resident.optimizer + once.resident.gradients + once.activations
+
+
+def frozen(wanted: ExplainedJob, *prefixes: str) -> ExplainedJob:
+    """Returns the job with parameters that are not trained."""
+
+    def build() -> Model:
+        model = wanted.build()
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(not name.startswith(prefixes))
+        return model
+
+    return replace(wanted, build=build)
+
+
+def test_a_frozen_group_is_gathered_and_not_reduced():
+    [rank] = ranks(frozen(job(2), "layers.0.", "tok_embeddings."))
+    groups = rank.stages[0].groups
+    assert [group.names for group in groups if not group.reduces] == ["tok_embeddings", "layers.0"]
+    assert all(group.gathers for group in groups)
+    sent = sum(c.bytes * n for c, n in rank.collectives.items() if c.kind == "reduce-scatter")
+    assert sum(group.reduces for group in groups) == sent
+
+
+def test_a_frozen_stage_does_not_stand_for_one_that_is_trained():
+    parts = ("tok_embeddings", "layers.0 layers.1", "layers.2 layers.3", "norm output")
+    wanted = job(4, pipeline_parallel_degree=4, module_fqns_per_model_part=parts)
+    profiles = ranks(frozen(wanted, "layers.0.", "layers.1."))
+    assert profiles[1].resident.gradients == 0 < profiles[2].resident.gradients
+
+
+def test_fault_tolerance_takes_no_memory_for_frozen_parameters(tmp_path: Path):
+    (tmp_path / "run.toml").write_text("[fault_tolerance]\nenable = true\n")
+    config = load([str(tmp_path / "run.toml")])
+    wanted = frozen(job(1, device_type="cpu"), "tok_embeddings.", "layers.", "norm.")
+    [rank] = ranks(wanted)
+    [head] = [torch.empty(kind.shape, device="meta") for kind in rank.stages[0].kinds if kind.name == "output.weight"]
+    assert fault_tolerance(config, wanted)(rank) == memory([head], config.fault_tolerance, in_child=False)
+    none = memory([], config.fault_tolerance, in_child=False)
+    assert 0 < sum(none.values()) < sum(memory([head], config.fault_tolerance, in_child=False).values())
 
 
 def test_cuda_keeps_less_of_a_norm():

@@ -114,7 +114,7 @@ def fault_tolerance(config: RunConfig, job: ExplainedJob) -> ExtraMemory:
     in_child = settings.process_group_kind(gradient_device_type(config, job.device_type)).startswith("baby")
 
     def extra_memory(rank: RankProfile) -> dict[str, int]:
-        kinds = [kind for stage in rank.stages for kind in stage.kinds for _ in range(kind.layers)]
+        kinds = [kind for stage in rank.stages for kind in stage.kinds for _ in range(kind.trained)]
         tensors = [torch.empty(kind.local_shape, dtype=job.execution.precision.master, device="meta") for kind in kinds]
         return memory(tensors, settings, in_child=in_child, slots=slots)
 

@@ -390,6 +390,7 @@ class ParameterKind:
     shardings: tuple[tuple[str, int], ...]  # (mesh axis, tensor dim that it shards)
     local_shape: tuple[int, ...]
     layers: int  # number of such parameters on this rank
+    trained: int  # of these, number that are not frozen
 
 
 @dataclass(frozen=True)
@@ -473,17 +474,21 @@ def _simulate_stage(job: ExplainedJob, *, pp_rank: int = 0) -> Stage:
                 if isinstance(placement, Shard | _StridedShard) and axes[axis].size() > 1
             )
             kind, own_shape = re.sub(r"\.\d+\.", ".*.", name), tuple(to_local(parameter).shape)
-            kinds.setdefault(kind, ParameterKind(kind, tuple(parameter.shape), dims, own_shape, 0))
-            kinds[kind] = replace(kinds[kind], layers=kinds[kind].layers + 1)
+            kinds.setdefault(kind, ParameterKind(kind, tuple(parameter.shape), dims, own_shape, 0, 0))
+            layers, trained = kinds[kind].layers + 1, kinds[kind].trained + parameter.requires_grad
+            kinds[kind] = replace(kinds[kind], layers=layers, trained=trained)
         names = {module: name for name, module in part.named_modules()}
         groups, precision = list[FSDPGroup](), execution.precision
         dense = sizes.dp_shard * sizes.cp
 
         def add(modules: Sequence[nn.Module], owners: Iterable[nn.Module], shards: int, *dtypes: torch.dtype) -> None:
             own = dict.fromkeys(p for owner in owners for p in owner.parameters(recurse=False))  # a tied one once
-            storages = [(to_local(p).untyped_storage().nbytes(), p.itemsize) for p in own]
-            elements = shards * sum(nbytes // itemsize for nbytes, itemsize in storages)
-            sizes_of = (elements * dtype.itemsize for dtype in dtypes)
+            reduced = [p for p in own if p.requires_grad]
+            elements = (
+                shards * sum(to_local(p).untyped_storage().nbytes() // p.itemsize for p in each)
+                for each in (own, reduced)
+            )
+            sizes_of = (count * dtype.itemsize for count, dtype in zip(elements, dtypes, strict=True))
             groups.append(FSDPGroup(", ".join(names[module] for module in modules), shards, *sizes_of))
 
         for modules_of_group in fsdp_param_groups(part, execution.parallelism.fsdp_blocks_per_group):
@@ -560,7 +565,7 @@ def _pipeline_ranks(job: ExplainedJob) -> list[RankProfile]:
         kind = tuple(
             (
                 re.sub(r"\d+", lambda number: str((int(number[0]) + 1) % every), name),
-                *(parameter.shape for parameter in whole.get_submodule(name).parameters()),
+                *((each.shape, each.requires_grad) for each in whole.get_submodule(name).parameters()),
             )
             for name in names
         )
