@@ -41,7 +41,7 @@ from training.checkpoint_files import (
     step_folder,
 )
 from training.object_store import local_run
-from training.sampling import SampleConfig, generate, why_no_text
+from training.sampling import SampleConfig, decode_after, generate, why_no_text
 from training.tokenizer import Tokenizer, build_tokenizer
 
 ATTEMPTS = 5  # to read a checkpoint of a run that goes on, and removes old ones
@@ -82,7 +82,7 @@ def main(argv: list[str]) -> int:
         if token == tokenizer.eos_id:
             break
         ids.append(token)
-        text = tokenizer.decode(ids)
+        text = decode_after(tokenizer, prompt.tolist(), ids)
         if not text.endswith("\ufffd"):  # not while the bytes of a character are incomplete
             print(text[len(printed) :], end="", flush=True)
             printed = text

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -42,9 +42,15 @@ def sample_text(model: Model, tokenizer: Tokenizer, config: SampleConfig, seq_le
         text = f"no text sample: sample.prompt has {prompt.numel()} tokens with BOS, training.seq_len is {seq_len}"
         return text if config.tokens else ""
     model.eval()
-    continuation = tokenizer.decode(generate(model, prompt, config, length=length))
+    continuation = decode_after(tokenizer, prompt.tolist(), list(generate(model, prompt, config, length=length)))
     model.train()
     return f"text sample:\n{config.prompt}{continuation}"
+
+
+def decode_after(tokenizer: Tokenizer, prompt: Sequence[int], ids: Sequence[int]) -> str:
+    """Returns the text that continues the text of `prompt`. SentencePiece's tokenizers leave out a space at the beginning of what they
+    decode, so `ids` are not decoded alone."""
+    return tokenizer.decode([*prompt, *ids])[len(tokenizer.decode(prompt)) :]
 
 
 @torch.no_grad()
