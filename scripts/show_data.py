@@ -3,7 +3,8 @@
 
 For each position: its source, and each document in it, with its number in the store (for [[training.skip]]), its number of tokens and the
 beginning of its text. A position is the number of a sequence in the order of the data, as in messages and in samples.jsonl. RUN is a run's
-folder, or a config file before the first launch. Reads the data and, for changes of settings, the newest checkpoint; one process, no GPU.
+folder, or a config file before the first launch. Reads the data and, for changes of settings, the newest checkpoint, before the first save
+that of checkpoint.initial_load_path (if its data is continued; not a URL); one process, no GPU.
 Exit code: 0 printed; 1 storage fails; 2 bad input, or a damaged checkpoint.
 """
 
@@ -13,6 +14,7 @@ import argparse
 import os
 import signal
 import sys
+from dataclasses import replace
 from io import TextIOWrapper
 from pathlib import Path
 
@@ -24,8 +26,8 @@ import numpy as np
 from configs.load import CONFIG_FILE, load
 from scripts.generate import checkpoint_of
 from training.checkpoint_dcp import read_values
-from training.checkpoint_files import Damaged, newest
-from training.checkpoint_load import step_and_ledger
+from training.checkpoint_files import Damaged, read_verified
+from training.checkpoint_load import checkpoint_to_continue, step_and_ledger
 from training.data.dataset import StreamedData, open_data
 from training.data.order import NO_TOKEN, SegmentedOrder, StoreOrder
 from training.log import Log
@@ -62,9 +64,14 @@ def show(run: Path, positions: str) -> None:
     if isinstance(data, StreamedData):
         raise ValueError('training.dataset = "huggingface": a stream has no positions')
     checkpoints = run / config.checkpoint.local_folder
-    if run.is_dir() and newest(checkpoints) is not None:  # one with only the weights has no data
-        path, _ = checkpoint_of(checkpoints, -1, who="show_data", full=True)
-        data.load_state_dict(read_values(path, "data"))
+    path = checkpoint_to_continue(replace(config.checkpoint, load_step=-1), run)
+    if path is not None:
+        if path.parent == checkpoints:
+            path, _ = checkpoint_of(checkpoints, -1, who="show_data", full=True)  # an intact one
+        else:  # initial_load_path
+            read_verified(path)
+        if path.parent == checkpoints or not config.checkpoint.excludes("data"):
+            data.load_state_dict(read_values(path, "data"))
         data.continue_segments(step_and_ledger(path)[1]["position"], (), (), 0)  # settings may have changed since
     order = SegmentedOrder(data.orders())
     for position in range(int(first), int(last or first) + 1):

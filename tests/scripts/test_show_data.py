@@ -80,11 +80,19 @@ def test_settings_that_changed_since_the_newest_checkpoint_hold_from_its_positio
     }
     Checkpointer(CheckpointConfig(), config.run_folder, states, log=log).save(2)
     save(load(["run.toml", "--training.seed=7"]), config.run_folder)
+    initial = (
+        f'[checkpoint]\ninitial_load_path = "{config.run_folder}/checkpoint/step-2"\ninitial_load_model_only = false'
+    )
+    continued = (
+        Path("run.toml").read_text().replace("[checkpoint]", initial).replace("[training]", "[training]\nseed = 7")
+    )
+    Path("continued.toml").write_text(continued)
     shown = []
-    for run in ("run.toml", str(config.run_folder)):
+    for run in ("run.toml", str(config.run_folder), "continued.toml"):
         assert show_data.main([run, "0-19"]) == 0
         shown.append(capsys.readouterr().out.partition("position 8: "))
     assert shown[0][0] == shown[1][0] and shown[0][2] != shown[1][2]
+    assert shown[2] == shown[1], "another run that continues this one's data has the same, before its first checkpoint"
 
 
 def test_token_files_with_more_numbers_than_the_tokenizer(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
