@@ -44,6 +44,7 @@ from training.checkpoint_files import (
     Manifest,
     Removed,
     is_same,
+    list_steps,
     read_verified,
     step_folder,
 )
@@ -117,6 +118,10 @@ def import_folder(folder: Path, out: Path, *, config_file: Path, tokenizer: str 
         (partial / "config.toml").write_text(text, encoding="utf-8")
     keys = [f"{name} = {to_text(value)}" for name, value in vars(config.model).items()]
     log.info("%s is written, with these settings:\n\n%s\n", out, "\n".join(["[model]", *keys]))
+    if list_steps(config.run_folder / config.checkpoint.local_folder):
+        log.warning(
+            "%s has a run, which the command below continues: add --job.name NAME for a new one", config.run_folder
+        )
     log.info(
         "train     ./scripts/run_train.sh %s --training.seq_len ... --optimizer.lr ...", quote(str(out / "config.toml"))
     )

@@ -97,6 +97,16 @@ def test_the_commands_that_an_import_prints_can_be_pasted(published: Path, capsy
     assert text[2:5] == ["python", "scripts/generate.py", "my run"]
 
 
+def test_an_import_says_that_its_name_is_that_of_a_run(published: Path, capsys: pytest.CaptureFixture[str]):
+    """The settings of other weights may be equal: the run would go on with those that it has."""
+    for has_run in (False, True):
+        assert run("import", published / "grouped", "ours") == 0
+        warning = "outputs/ours has a run, which the command below continues: add --job.name NAME for a new one"
+        assert (warning in capsys.readouterr().out) == has_run
+        shutil.rmtree("ours")
+        Path("outputs/ours/checkpoint/step-4").mkdir(parents=True, exist_ok=True)
+
+
 def test_an_import_touches_no_folder_of_the_run_whose_settings_it_takes(published: Path):
     for folder in (str(Path("elsewhere").absolute()), "../elsewhere"):
         Path("base.toml").write_text(
