@@ -13,8 +13,16 @@ import numpy as np
 
 from training.config import need, os_errors_of
 
-BOS_NAMES = ("<|begin_of_text|>", "<s>", "<bos>", "<|startoftext|>", "<|begin▁of▁sentence|>", "[BOS]", "<|endoftext|>")
-EOS_NAMES = ("<|end_of_text|>", "</s>", "<eos>", "<|endoftext|>", "<|end▁of▁sentence|>", "[EOS]")
+BOS_NAMES = (
+    "<|begin_of_text|>",
+    "<s>",
+    "<bos>",
+    "<|startoftext|>",
+    "<\uff5cbegin▁of▁sentence\uff5c>",
+    "[BOS]",
+    "<|endoftext|>",
+)
+EOS_NAMES = ("<|end_of_text|>", "</s>", "<eos>", "<|endoftext|>", "<\uff5cend▁of▁sentence\uff5c>", "[EOS]")
 
 
 class ByteTokenizer:
@@ -131,6 +139,8 @@ class FileTokenizer:
             named = json.loads(content)
         except ValueError as error:
             raise ValueError(f"{self._setting}: {config} is not JSON: {error}") from error
+        if not isinstance(named, dict):
+            raise ValueError(f"{self._setting}: {config} must be a JSON object, {{...}}")
         bos = self._special(named.get("bos_token"), config) or next(filter(self._ids.__contains__, BOS_NAMES), None)
         eos = self._special(named.get("eos_token"), config) or next(filter(self._ids.__contains__, EOS_NAMES), None)
         first, last = bos or eos, eos or bos

@@ -118,6 +118,14 @@ class TestTokenizerJson:
         tokenizer = build_tokenizer(str(tmp_path))
         assert (tokenizer.bos_id, tokenizer.eos_id) == (15, 14)
 
+    def test_without_a_config_the_names_of_published_models_are_found(self, tmp_path: Path) -> None:
+        for names in (
+            ("<|begin_of_text|>", "<|end_of_text|>"),
+            ("<\uff5cbegin▁of▁sentence\uff5c>", "<\uff5cend▁of▁sentence\uff5c>"),
+        ):
+            tokenizer = build_tokenizer(str(write(tmp_path, *names)))
+            assert (tokenizer.bos_id, tokenizer.eos_id) == (13, 14)
+
     def test_fingerprint_tells_tokenizers_apart(self, tmp_path: Path) -> None:
         def of(path: Path) -> Tokenizer:
             return build_tokenizer(str(path))
