@@ -154,7 +154,7 @@ class FileTokenizer:
     def _special(self, token: Any, config: Path) -> str | None:
         """Returns the string of `token`, which tokenizer_config.json gives as null, a string, or an object with "content"."""
         text = token.get("content") if isinstance(token, dict) else token
-        if text and text not in self._ids:
+        if text and not (isinstance(text, str) and text in self._ids):
             raise ValueError(f'{self._setting}: {config} names "{text}", which is not a token of {self._file}')
         return text or None
 

@@ -46,7 +46,7 @@ def tokenizer_json(*specials: str) -> dict[str, Any]:
     }
 
 
-def write(folder: Path, *specials: str, config: dict[str, Any] | None = None) -> Path:
+def write(folder: Path, *specials: str, config: Any = None) -> Path:
     path = folder / "tokenizer.json"
     path.write_text(json.dumps(tokenizer_json(*specials)))
     if config is not None:
@@ -140,9 +140,11 @@ class TestTokenizerJson:
         [
             ([], None, "has neither a BOS nor an EOS token by a known name; put a tokenizer_config.json beside it"),
             (["<s>"], {"bos_token": "<b>"}, 'tokenizer_config.json names "<b>", which is not a token of'),
+            (["<s>"], {"bos_token": ["<s>"]}, "tokenizer_config.json names .*, which is not a token of"),
+            (["<s>"], ["<s>"], "tokenizer_config.json must be a JSON object"),
         ],
     )
-    def test_no_bos_or_eos(self, tmp_path: Path, specials: list[str], config: dict[str, Any], message: str) -> None:
+    def test_no_bos_or_eos(self, tmp_path: Path, specials: list[str], config: Any, message: str) -> None:
         path = write(tmp_path, *specials, config=config)
         with pytest.raises(ValueError, match=f"^model.tokenizer_path = .*{message}"):
             build_tokenizer(str(path))
