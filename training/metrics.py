@@ -81,9 +81,8 @@ class MetricsProcessor:
         self._first_step = 0  # first committed step since the launch or a rewind
         self._commits = 0  # of this launch
         self._resumed: int | None = None  # step before the first commit of this launch
-        self._trained_tokens = (
-            0  # of this launch's commits, also those that a rewind undid: compute seconds count them, too
-        )
+        # of this launch's commits, also those that a rewind undid: compute seconds count them, too
+        self._trained_tokens = 0
         self._loss = math.nan
         self._validation_loss: float | None = None  # of the newest validation
         self._after_first_s = 0.0  # Progress.total() after `_first_step`

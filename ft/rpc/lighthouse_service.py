@@ -259,9 +259,7 @@ class LighthouseService:
     def _answer(self, effect: m.Answer) -> None:
         if effect.quorum is not self._answered:
             self.issued_at, self._answered, self._serialized = time.time(), effect.quorum, {}
-            if (
-                self.machine.roster.kind == "pharos"
-            ):  # a torchft answer has no use for it, and it costs 1 % of the quorum
+            if self.machine.roster.kind == "pharos":  # torchft's answer has none, and it costs 1 % of a quorum
                 self._static_quorum = codec.StaticQuorum.of(effect.quorum, self._static_quorum)
         # by the static_quorum_id that the caller has; None: a caller of torchft's
         kinds = {None: "torchft", self._static_quorum.id: "short"}
