@@ -94,7 +94,10 @@ class MetricsWriter:
         self._kept_bytes = self._last_number = 0
         self._first_pending = 1  # number of the first row that this group has to write and has not written
         self._quorum: Quorum | None = None  # in which this group writes, as of the newest row; None: another one does
-        self._reopen = self._sync_requested = self._close_requested = False
+        self._reopen = self._close_requested = False
+        self._durable_until = self._synced_until = (
+            0  # numbers of the newest row that `sync` has named, and that is durable
+        )
         self._written_until = 0  # up to this step all rows are in the files, from any group: they may be dropped
         self.lost = 0  # rows of this group that were dropped unwritten, for lack of room
         self.sinks: Sinks | None = None  # the open files; used only in the background writer's thread
@@ -135,7 +138,8 @@ class MetricsWriter:
     def sync(self) -> None:
         """Makes the rows durable (fsync) if this group is the writer; waits up to SYNC_S for storage."""
         self._check_role()
-        self._sync_requested = True
+        with self._lock:
+            self._durable_until = self._last_number
         self._background_writer.wake()
         self._background_writer.flush(SYNC_S)
 
@@ -193,6 +197,7 @@ class MetricsWriter:
         """Writes the pending rows, or closes the files if another group is the writer. Also closes them after an exception, for repair."""
         with self._lock:
             quorum, reopen, self._reopen = self._quorum, self._reopen, False
+            durable_until = self._durable_until  # a `sync` during this call names rows that are not in `known`
             known = list(self.kept)
             rows = [kept for kept in known if kept.number >= self._first_pending]
         if quorum is None or reopen:
@@ -202,9 +207,9 @@ class MetricsWriter:
             return
         try:
             is_ours = not rows or self._write_or_take_over(quorum, rows, known)
-            if self._sync_requested and self.sinks is not None:
+            if durable_until > self._synced_until and self.sinks is not None:
                 self.sinks.sync()
-                self._sync_requested = False
+                self._synced_until = durable_until
         except Exception:  # of any kind: some of the rows may be in the files
             self._close_files()
             raise

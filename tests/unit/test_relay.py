@@ -216,6 +216,39 @@ def test_a_heal_while_the_files_are_repaired_is_no_failure(tmp_path: Path):
     assert not a.background_writer.said
 
 
+def test_a_row_that_comes_while_another_is_written_is_durable_after_sync(tmp_path: Path):
+    """The thread writes the first row of a step when the second one and `sync` come, before a checkpoint."""
+    began, goes_on, calls = threading.Event(), threading.Event(), list[str]()
+
+    class Watched(Sinks):
+        def write(self, kind: Any, step: int, scalars: Any) -> None:
+            super().write(kind, step, scalars)
+            calls.append(kind)
+            if kind == "metrics":
+                began.set()
+                assert goes_on.wait(50.0)
+
+        def sync(self) -> None:
+            super().sync()
+            calls.append("sync")
+
+    class Flushes(BackgroundWriter):
+        def flush(self, timeout_s: float) -> bool:
+            goes_on.set()
+            return super().flush(50.0)
+
+    background_writer = Flushes(list[str]().append)
+    writer = MetricsWriter(
+        tmp_path, lambda: ("epoch", 1), lambda kept_step: Watched(tmp_path, kept_step), background_writer
+    )
+    writer.write("metrics", 1, {"loss": 1.0})
+    assert began.wait(50.0)
+    writer.write("samples", 1, {"slots": {}})
+    writer.sync()
+    assert calls == ["metrics", "samples", "sync"]
+    background_writer.close()
+
+
 def test_a_group_that_heals_can_fill_in_what_it_never_saw(tmp_path: Path):
     """Two groups die: the writer before rows of steps 2 and 3 were written, then the group that had them."""
     a, b, healed = (Group(tmp_path, writes=writes) for writes in (True, False, True))
