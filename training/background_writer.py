@@ -112,8 +112,9 @@ class BackgroundWriter:
             with self._changed:
                 self._done = requested if written else self._done
                 self._changed.notify_all()
-            if last:
-                return
+                # the report of a recovery is an event, which may come after the events were written
+                if last and (not written or self._done == self._requested):
+                    return
 
     def _do(self, task: _Task) -> None:
         self._busy_since = began = self._clock()

@@ -70,6 +70,33 @@ def test_an_end_says_what_it_takes_along() -> None:
     assert said[1:] == ["events: the newest rows are lost, since storage has not recovered before the end"]
 
 
+def test_a_recovery_at_the_end_loses_nothing_and_is_an_event() -> None:
+    """Its report is an event, for which the thread has to run the tasks once more."""
+    said, events, written, is_full = list[str](), list[str](), list[str](), [True]
+
+    def report(message: str) -> None:
+        said.append(message)
+        events.append(message)
+        background_writer.wake()
+
+    def write_metrics() -> None:
+        if is_full[0]:
+            raise OSError(28, "No space left on device", "x/metrics.jsonl")
+
+    background_writer = BackgroundWriter(report, retry_s=1000.0)
+    background_writer.register("events", lambda: written.extend(events[len(written) :]))
+    background_writer.register("metrics", write_metrics)
+    background_writer.wake()
+    assert not background_writer.flush(WAIT_S)
+    is_full[0] = False
+    background_writer.close(WAIT_S)
+    assert [line.partition(";")[0] for line in said] == [
+        "metrics cannot be written: No space left on device (x/metrics.jsonl)",
+        "metrics can be written again, after 0 s",
+    ]
+    assert written == said
+
+
 def test_what_is_no_trouble_of_files_is_tried_again_all_the_same() -> None:
     """Any exception is retried: damaged files and third-party libraries raise various types, and all kinds of data share the thread."""
     said, tries = list[str](), [0]
