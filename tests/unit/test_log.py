@@ -147,6 +147,20 @@ def test_a_process_ends_with_its_code_whatever_threads_of_torch_do_then() -> Non
     assert (done.returncode, done.stdout) == (3, "a thread\na handler\n"), done.stderr
 
 
+STOPPED_LATE = """
+import atexit, os, signal
+from training.log import end_process
+signal.signal(signal.SIGTERM, lambda *_: os._exit(143))  # as the launcher's, from before the run
+atexit.register(os.kill, os.getpid(), signal.SIGTERM)
+end_process(0)
+"""
+
+
+def test_a_stop_signal_after_the_end_of_a_run_does_not_change_its_code() -> None:
+    done = subprocess.run([sys.executable, "-c", STOPPED_LATE], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 BROKEN = """
 import runpy, sys
 import configs.load
