@@ -9,6 +9,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 from training.progress import Clock
@@ -108,7 +109,9 @@ class Signals:
         while numbers := self._reader.recv(64):
             for number in numbers:
                 if number in self._old_handlers:  # signals of other handlers are written here too
-                    self.handle(number)
+                    # no thread is left for a line or a timer: the next signal must be read all the same
+                    with suppress(RuntimeError):
+                        self.handle(number)
 
     def _restore(self) -> None:
         if self._old_handlers:

@@ -96,6 +96,24 @@ def test_a_second_stop_signal_ends_at_once_and_says_so(watched: Watched, capfd: 
     assert capfd.readouterr().err == "SIGTERM again: ending at once, without saving\n"
 
 
+def test_a_machine_without_a_thread_for_the_line_reads_the_next_signal() -> None:
+    class Lacks(Signals):
+        def handle(self, number: int) -> None:
+            numbers.append(number)
+            arrived.release()
+            raise RuntimeError("can't start new thread")
+
+    numbers, arrived = list[int](), threading.Semaphore(0)
+    signals = Lacks(log=print)
+    try:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            os.kill(os.getpid(), number)
+            assert arrived.acquire(timeout=20)
+    finally:
+        signals.close()
+    assert numbers == [signal.SIGTERM, signal.SIGINT]
+
+
 def test_the_same_wish_by_two_ways_is_one(watched: Watched) -> None:
     watched.kill(signal.SIGINT)
     watched.clock.now += 0.5
