@@ -94,9 +94,11 @@ class Signals:
             leaving = f"{nothing}, leaving after this step" if nothing else "saving after this step, then leaving"
             self._say(f"{name}: {leaving}; another one ends the run at once")
         elif now - self._stop_requested >= SAME_SIGNAL_S:
-            # Not through the log, whose lock the blocked loop may hold; and not if the pipe is full, which would block.
-            if select.select([], [2], [], 0)[1]:
-                os.write(2, f"{name} again: ending at once, without saving\n".encode())
+            # Not through the log, whose lock the blocked loop may hold; and not if the pipe is full, which would block. A reader such as
+            # `| tee` has gone with the first Ctrl-C, which the terminal sends to it, too.
+            with suppress(OSError):
+                if select.select([], [2], [], 0)[1]:
+                    os.write(2, f"{name} again: ending at once, without saving\n".encode())
             self._exit_now(128 + number)
 
     def _say(self, message: str) -> None:

@@ -96,6 +96,30 @@ def test_a_second_stop_signal_ends_at_once_and_says_so(watched: Watched, capfd: 
     assert capfd.readouterr().err == "SIGTERM again: ending at once, without saving\n"
 
 
+AGAIN = """
+import os, signal, threading
+from training.signals import Signals
+now, said = [0.0], threading.Event()
+signals = Signals(log=lambda line: said.set(), clock=lambda: now[0])
+os.kill(os.getpid(), signal.SIGINT)
+assert said.wait(50)
+now[0] = 3.0
+os.kill(os.getpid(), signal.SIGINT)
+threading.Event().wait(50)
+"""
+
+
+def test_a_second_stop_signal_ends_at_once_where_nobody_reads_what_it_says() -> None:
+    """As in `run_train.sh CONFIG 2>&1 | tee log`: the first Ctrl-C ends tee."""
+    read, write = os.pipe()
+    os.close(read)
+    try:
+        done = subprocess.run([sys.executable, "-c", AGAIN], stderr=write, check=False)
+    finally:
+        os.close(write)
+    assert done.returncode == 128 + signal.SIGINT
+
+
 def test_a_machine_without_a_thread_for_the_line_reads_the_next_signal() -> None:
     class Lacks(Signals):
         def handle(self, number: int) -> None:
