@@ -333,14 +333,15 @@ class Output(LogsSpecs):
 
     def _copy(self, *, whole_lines: bool) -> None:
         for tail in list(self._tails.values()):
-            if os.fstat(tail.fileno()).st_size < tail.tell():  # it was cut, as by logrotate's copytruncate
-                tail.seek(0)
-            new = tail.read()
-            if whole_lines:
-                complete = new.rfind(b"\n") + 1
-                tail.seek(complete - len(new), os.SEEK_CUR)
-                new = new[:complete]
-            with suppress(OSError):  # the reader of a pipe (`| head`) has gone, or the disk is full; training continues
+            # a file server has forgotten the log, the reader of a pipe (`| head`) has gone, or the disk is full: training continues
+            with suppress(OSError):
+                if os.fstat(tail.fileno()).st_size < tail.tell():  # it was cut, as by logrotate's copytruncate
+                    tail.seek(0)
+                new = tail.read()
+                if whole_lines:
+                    complete = new.rfind(b"\n") + 1
+                    tail.seek(complete - len(new), os.SEEK_CUR)
+                    new = new[:complete]
                 sys.stdout.buffer.write(new)
                 sys.stdout.buffer.flush()
 

@@ -14,6 +14,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from contextlib import ExitStack, closing, redirect_stderr, redirect_stdout, suppress
 from pathlib import Path
@@ -584,6 +585,39 @@ def test_a_log_that_is_cut_for_room_is_shown_from_its_new_beginning(
     with closing(Output(tmp_path, None)) as output:
         output.reify({0: {"RANK": "0"}})
         log.write_text("step 1\n")
+    assert capsysbinary.readouterr().out == b"step 1\n"
+
+
+def test_a_log_that_a_file_server_has_forgotten_for_a_moment_is_shown_on(
+    tmp_path: Path, capsysbinary: pytest.CaptureFixture[bytes]
+):
+    """The thread that shows it must live: torch's agent calls `reify` at each restart, which starts one that has ended."""
+    is_read = threading.Event()
+
+    class Stale(io.BufferedRandom):
+        calls = 0
+
+        def fileno(self) -> int:
+            self.calls += 1
+            if self.calls == 1:
+                raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+            is_read.set()
+            return super().fileno()
+
+    class OfServer(type(Path())):  # type: ignore[misc]
+        def open(self, *_: Any, **__: Any) -> Any:
+            return Stale(io.FileIO(self, "ab+"))
+
+    class Shown(Output):
+        def path(self, rank: int) -> Path:
+            return OfServer(super().path(rank))
+
+    with closing(Shown(tmp_path, None)) as output:
+        output.reify({0: {"RANK": "0"}})
+        assert is_read.wait(20)
+        output.reify({0: {"RANK": "0"}})  # a restart
+        with (tmp_path / "rank0.log").open("a") as log:
+            log.write("step 1\n")
     assert capsysbinary.readouterr().out == b"step 1\n"
 
 
