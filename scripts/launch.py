@@ -170,7 +170,8 @@ class LogFile:
         self._path = path
         self._file: FileIO | None = None
         self._early: list[str] = []
-        self._lock = threading.Lock()
+        # reentrant: Python prints the error of a __del__, which garbage collection may call in the middle of `write`
+        self._lock = threading.RLock()
 
     def write(self, text: str) -> None:
         """Appends `text` without terminal control codes; ignores progress bars, which start with a carriage return."""

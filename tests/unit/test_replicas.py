@@ -28,7 +28,7 @@ from bench.drill_job import DevicePool
 from bench.job import until
 from ft.config import FaultTolerance
 from scripts.agent import Agent, LocalRanks, Output, rendezvous_id, run_ranks
-from scripts.launch import cores_here
+from scripts.launch import LogFile, cores_here
 from scripts.launch_settings import MAX_SHORT_RUNS, RESTARTS_WITHIN_S, SHORT_RUN_S, LaunchSettings
 from scripts.replicas import (
     ENABLED,
@@ -265,6 +265,27 @@ def test_output_that_cannot_be_shown_is_in_the_log(tmp_path: Path):
     with suppress(OSError):  # what is left in its buffer
         full.close()
     assert (tmp_path / "run" / "logs" / "rank0.log").read_text() == "a line\n"
+
+
+def test_a_line_that_comes_in_the_middle_of_another_stops_no_log(tmp_path: Path):
+    """Garbage collection may call a __del__ anywhere, and Python prints its error, in the same thread."""
+
+    class Interrupts(type(Path())):  # type: ignore[misc]
+        has = False
+
+        def open(self, *arguments: Any, **named: Any) -> Any:
+            if not Interrupts.has:
+                Interrupts.has = True
+                log.write("Exception ignored in a __del__\n")
+            return super().open(*arguments, **named)
+
+    log, path = LogFile(Interrupts(tmp_path / "run" / "logs" / "rank0.log")), tmp_path / "run" / "logs" / "rank0.log"
+    (tmp_path / "run").mkdir()
+    writes = threading.Thread(target=log.write, args=("step 1\n",), daemon=True)
+    writes.start()
+    writes.join(20)
+    assert not writes.is_alive()
+    assert path.read_text() == "step 1\nException ignored in a __del__\n"
 
 
 class Leaves(Dies):
