@@ -42,6 +42,7 @@ from scripts.launch_settings import (  # noqa: E402
     open_closed_streams,
     restart_delay_s,
     say,
+    stopped_early,
     under_lifeline,
     whole,
 )
@@ -127,6 +128,9 @@ class ReplicaSupervisor:
         if (code := self.ended()) is None:
             return ""
         self.kill()
+        if code == -signal.SIGTERM and not self.restarts:  # its program had no handler yet
+            self.code = STOPPED_EARLY
+            return f"group {self.name}: {stopped_early(signal.SIGTERM)}"
         how = how_ended(code)
         self.short_runs = self.short_runs + 1 if now_s - self.started_s < SHORT_RUN_S else 0
         forget_old(self.restarted_at_s, now_s)

@@ -29,7 +29,7 @@ from bench.job import until
 from ft.config import FaultTolerance
 from scripts.agent import Agent, LocalRanks, Output, rendezvous_id, run_ranks
 from scripts.launch import LogFile, cores_here
-from scripts.launch_settings import MAX_SHORT_RUNS, RESTARTS_WITHIN_S, SHORT_RUN_S, LaunchSettings
+from scripts.launch_settings import MAX_SHORT_RUNS, RESTARTS_WITHIN_S, SHORT_RUN_S, STOPPED_EARLY, LaunchSettings
 from scripts.replicas import (
     ENABLED,
     ROOT,
@@ -71,6 +71,14 @@ def test_a_group_that_dies_at_once_is_tried_later_and_later_and_then_given_up(tm
             assert one.poll(one.restart_at_s).startswith("group 0 restarts (pid ")
     assert said == "group 0 failed and is not restarted (exit code 1)" and one.code == 1
     assert [round(pause) for pause in pauses] == [1, 2, 4, 8, 16] and len(pauses) == MAX_SHORT_RUNS - 1
+
+
+def test_a_group_that_is_stopped_before_it_has_a_handler_has_nothing_to_save(tmp_path: Path):
+    one = group(tmp_path, "import signal; signal.pause()")
+    one.restarts = 0  # as `run` does at a stop
+    one.send_signal(signal.SIGTERM)
+    assert ended(one, time.monotonic()) == "group 0: stopped by SIGTERM while no step was under way"
+    assert one.code == STOPPED_EARLY
 
 
 def test_a_long_life_forgives_the_short_ones(tmp_path: Path):
