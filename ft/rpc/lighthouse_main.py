@@ -10,6 +10,7 @@ import asyncio
 import gc
 import importlib
 import logging
+import os
 import signal
 import socket
 import sys
@@ -60,7 +61,7 @@ async def _run(options: LighthouseOptions) -> None:
             at = [Endpoint(place.host, place.port or (0 if must else port + 1)) for place in options.http]
             page = await stack.enter_async_context(pages.serve_http(service, options.access, at, must=must))
             if page:
-                print(_address(page, options.access), flush=True)
+                _print(_address(page, options.access))
         await until_stopped(service.driver, stop)
 
 
@@ -74,7 +75,15 @@ def _say_where(options: LighthouseOptions, port: int) -> None:
     where = " and ".join(str(Endpoint(at.host, port)) for at in options.at)
     state = f"state in {options.state}" if options.state else "no state file"
     log.info("listens on %s for %s; %s", where, who, state)
-    print(_address(Endpoint(options.at[0].host, port), options.access), flush=True)
+    _print(_address(Endpoint(options.at[0].host, port), options.access))
+
+
+def _print(line: str) -> None:
+    """Prints a line. A reader that needed only the first one, such as `read address < pipe`, may have gone."""
+    try:
+        print(line, flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # which Python flushes at its end
 
 
 def _address(at: Endpoint, access: Access) -> str:

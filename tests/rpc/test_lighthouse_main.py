@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import urllib.request
 from contextlib import closing, suppress
 from functools import partial
 from pathlib import Path
@@ -133,6 +134,24 @@ def test_from_start_to_end_with_token_page_and_state(tmp_path: Path):
         stream.close()
         wire.close()
     assert one.process.stdout and one.process.stdout.read() == f"http://{one.page}\nFalse\n", "its page; no torch"
+
+
+def test_who_needs_only_the_first_line_may_go(tmp_path: Path):
+    """A shell's `read address < pipe` closes the pipe then; the address of the dashboard comes later."""
+    command = [sys.executable, str(ROOT / "ft" / "rpc" / "lighthouse_main.py"), *N, "--bind", "127.0.0.1:0"]
+    errors = tmp_path / "errors"
+    with (
+        errors.open("wb") as stderr,
+        subprocess.Popen([*command, "--http", "127.0.0.1:0"], stdout=subprocess.PIPE, stderr=stderr) as process,
+    ):
+        assert process.stdout and process.stdout.readline().startswith(b"http://")
+        process.stdout.close()
+        while not (found := re.search(r"http://\S+/status\.json", errors.read_text())):
+            assert process.poll() is None, errors.read_text()
+        with urllib.request.urlopen(found[0], timeout=WAIT_S) as answer:  # given once the address was printed
+            assert answer.status == 200
+        process.terminate()
+    assert process.returncode == 0 and "Traceback" not in errors.read_text()
 
 
 def test_a_stderr_that_nobody_reads_holds_up_no_call_and_no_end(tmp_path: Path):
