@@ -348,6 +348,29 @@ def test_without_locks_the_rename_decides(tmp_path: Path, corpus_file: Path, mon
     assert folders(cache) == [corpus.key]
 
 
+def test_a_folder_that_another_process_has_just_finished_stays(
+    tmp_path: Path, corpus_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without locks, ranks of all nodes finish the same build at the same time: whoever is first may have mapped its folder."""
+    cache, config, inodes = tmp_path / "cache", files_config(corpus_file), list[int]()
+    key = open_small(config, tmp_path / "elsewhere").key
+
+    class Overtaken(type(cache)):  # type: ignore[misc]
+        """A path of the folder, at whose first use another process, simulated, has completed the same build."""
+
+        def __fspath__(self) -> str:
+            if self.name == key and not inodes:
+                inodes.append(0)
+                open_small(config, cache)
+                inodes[0] = (cache / key).stat().st_ino
+            return str(self)
+
+    forbid_locks(monkeypatch)
+    assert open_small(config, Overtaken(cache)).key == key
+    assert (cache / key).stat().st_ino == inodes[0]
+    assert folders(cache) == [key]
+
+
 @pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "a.jsonl.gz"])
 def test_progress_counts_the_bytes_of_the_files_as_they_are_on_disk(tmp_path: Path, name: str) -> None:
     content = b'{"text": "all work and no play"}\n' * 1000

@@ -230,15 +230,14 @@ class _Cache:
                 dtype=dtype,
             )
             writer.finish(meta)
-            if self._open(key) is not None:
-                return
             final = self._folder / key
-            shutil.rmtree(final, ignore_errors=True)  # removes a damaged folder
             try:
                 temporary.rename(final)
-            except OSError:  # another process may have finished first
-                if self._open(key) is None:
-                    raise
+            except OSError:  # the folder is there: another process has finished first, or it is damaged
+                if self._open(key) is not None:
+                    return
+                shutil.rmtree(final, ignore_errors=True)
+                temporary.rename(final)
             sync_path(self._folder)
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
