@@ -308,6 +308,16 @@ class TestRefusals:
         with pytest.raises(ValueError, match="has an unfinished store of other settings or sources"):
             StoreWriter(tmp_path, settings(text_key="body"))
 
+    def test_a_store_that_another_process_finishes_between_the_look_and_the_lock(self, tmp_path: Path):
+        class Finishes(type(tmp_path)):  # type: ignore[misc]
+            def mkdir(self, *_: object, **__: object) -> None:
+                write(tmp_path / "store", 8)
+
+        with pytest.raises(ValueError, match="has a store already"):
+            StoreWriter(Finishes(tmp_path / "store"), settings())
+        assert not Store(tmp_path / "store", "").damaged_shards()
+        assert not (tmp_path / "store" / "journal.jsonl").exists()
+
 
 def test_a_lookup_does_not_depend_on_the_number_of_sequences():
     """The walk of the permutation stays short for any count."""

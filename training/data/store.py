@@ -181,12 +181,17 @@ class StoreWriter:
         self._folder, self._settings = folder, settings
         self.shards = list[Shard]()
         self.file = self.document = 0  # the next document: its file, and its number in the file
+        finished = f"--out {folder}: has a store already; name another folder, or remove it"
         if (folder / MANIFEST).exists():
-            raise ValueError(f"--out {folder}: has a store already; name another folder, or remove it")
+            raise ValueError(finished)
         folder.mkdir(parents=True, exist_ok=True)
         self._journal = (folder / JOURNAL).open("a+b")
         if try_lock(self._journal.fileno()) is False:
             raise ValueError(f"--out {folder}: another process is writing this store")
+        # again, with the lock: another process may have finished since; an NFS client remembers for half a minute that a file was missing
+        if (folder / MANIFEST).exists():
+            (folder / JOURNAL).unlink(missing_ok=True)
+            raise ValueError(finished)
         self._continue()
         self._begin_shard()
 
