@@ -13,6 +13,7 @@ import argparse
 import math
 import os
 import secrets
+import select
 import signal
 import subprocess
 import sys
@@ -72,6 +73,7 @@ class ReplicaSupervisor:
     log: Path
     restarts: int  # within any RESTARTS_WITHIN_S
     shown: bool = True  # its output is copied to the console
+    console_s: float = 5.0  # longest wait until the console takes a line
     process: subprocess.Popen[str] | None = None
     code: int | None = None  # exit code once it is not restarted any more
     started_s: float = 0.0
@@ -104,14 +106,19 @@ class ReplicaSupervisor:
         return process.pid
 
     def _show(self, lines: IO[str]) -> None:
-        """Copies output line by line, so that lines of groups do not mix. Reads the pipe even if the disk is full."""
+        """Copies output line by line, so that lines of groups do not mix. Reads the pipe even if the disk is full, or the console takes
+        nothing for console_s (Ctrl-S, a connection that hangs): a group whose pipe is full waits in its log, which counts as a hang."""
+        limit_s = self.console_s
         with lines, closing(LogFile(self.log)) as log:
             for line in lines:
-                if self.shown:
+                log.write(line)
+                if self.shown and console_takes(limit_s):
+                    limit_s = self.console_s
                     with suppress(OSError, ValueError):  # ValueError: a character that the encoding lacks
                         sys.stdout.write(line)
                         sys.stdout.flush()
-                log.write(line)
+                elif self.shown:
+                    limit_s = 0.0  # the lines until then are only in the log
 
     def poll(self, now_s: float) -> str:
         """Restarts the group if that is due. Returns a line for the user, or ""."""
@@ -183,6 +190,16 @@ class ReplicaSupervisor:
         self.kill()
         if self.output_thread is not None:
             self.output_thread.join(5)
+
+
+def console_takes(limit_s: float) -> bool:
+    """Waits until a write to standard output would not block. Returns False if it still would after limit_s."""
+    poll = select.poll()
+    try:
+        poll.register(sys.stdout, select.POLLOUT)
+    except (OSError, ValueError):  # no file
+        return True
+    return bool(poll.poll(1000 * limit_s))
 
 
 class LighthouseSupervisor:

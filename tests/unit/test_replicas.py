@@ -296,6 +296,26 @@ def test_a_line_that_comes_in_the_middle_of_another_stops_no_log(tmp_path: Path)
     assert path.read_text() == "step 1\nException ignored in a __del__\n"
 
 
+def test_a_console_that_takes_nothing_stops_no_group(tmp_path: Path):
+    """After Ctrl-S, or over a connection that hangs: the group would wait for room in its pipe, and its watchdog would end it."""
+    program = "for number in range(20_000): print(number)"
+    one = ReplicaSupervisor("0", [sys.executable, "-c", program], {}, tmp_path / "0.log", restarts=0)
+    one.console_s = 0.01
+    read, write = os.pipe()
+    os.set_blocking(write, False)
+    with suppress(BlockingIOError):
+        while True:
+            os.write(write, b"x" * 4096)
+    os.set_blocking(write, True)
+    with redirect_stdout(os.fdopen(write, "w")), os.fdopen(read):
+        try:
+            one.start()
+            assert one.process is not None and one.process.wait(30) == 0
+        finally:
+            one.end()
+    assert (tmp_path / "0.log").read_text().splitlines() == [str(number) for number in range(20_000)]
+
+
 class Leaves(Dies):
     """A group that ends after a signal, unless it is `deaf`."""
 
