@@ -27,7 +27,7 @@ ROOT = Path(__file__).resolve().parent.parent
 # Run by path, from any folder: the repository first, and not scripts/, whose files could shadow a package.
 sys.path[:] = [str(ROOT), *(folder for folder in sys.path if folder != str(ROOT / "scripts"))]
 
-from scripts.launch_settings import LaunchSettings, handle_early_stop, open_closed_streams, say  # noqa: E402
+from scripts.launch_settings import LaunchSettings, end_program, handle_early_stop, open_closed_streams, say  # noqa: E402
 
 if TYPE_CHECKING:
     from configs.schema import RunConfig
@@ -213,4 +213,4 @@ if __name__ == "__main__":
     open_closed_streams()
     handle_early_stop()
     gc.disable()  # imports leave no garbage; run_here: train.py enables it
-    sys.exit(main(sys.argv[1:]))
+    end_program(main(sys.argv[1:]))

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
 
 RESTARTS_WITHIN_S = 24 * 3600.0
 SHORT_RUN_S, MAX_SHORT_RUNS = 30.0, 6  # after this many short runs in a row nothing is restarted
@@ -52,6 +53,17 @@ def open_closed_streams() -> None:
             os.dup2(os.open(os.devnull, os.O_RDWR), number)
             os.set_inheritable(number, True)  # also if dup2 had nothing to do
             setattr(sys, name, open(number, "w" if number else "r", closefd=False))  # noqa: SIM115
+
+
+def end_program(code: int) -> NoReturn:
+    """Ends this program with `code`, also if the reader of its output has gone (`| head`, `| tee` after Ctrl-C): when Python's own flush at
+    the end fails, its code is 120."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except OSError:  # noqa: PERF203 (of two streams)
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+    sys.exit(code)
 
 
 def how_ended(code: int) -> str:

@@ -37,6 +37,7 @@ from scripts.launch_settings import (  # noqa: E402
     SHORT_RUN_S,
     STOPPED_EARLY,
     LaunchSettings,
+    end_program,
     forget_old,
     handle_early_stop,
     how_ended,
@@ -506,4 +507,4 @@ def _start_process(command: Sequence[str], env: Mapping[str, str], stderr: int |
 if __name__ == "__main__":
     open_closed_streams()
     handle_early_stop()
-    sys.exit(main(sys.argv[1:]))
+    end_program(main(sys.argv[1:]))

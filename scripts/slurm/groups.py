@@ -32,7 +32,7 @@ sys.path[:] = [str(ROOT), *(folder for folder in sys.path if folder != str(ROOT 
 
 from ft.rpc.access import Endpoint, all_interfaces  # noqa: E402 (our packages first)
 from scripts import replicas  # noqa: E402
-from scripts.launch_settings import say, whole  # noqa: E402
+from scripts.launch_settings import end_program, say, whole  # noqa: E402
 
 if TYPE_CHECKING:
     from configs.schema import RunConfig
@@ -267,4 +267,4 @@ def ask(*command: str) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    end_program(main(sys.argv[1:]))

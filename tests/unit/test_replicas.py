@@ -316,6 +316,17 @@ def test_a_console_that_takes_nothing_stops_no_group(tmp_path: Path):
     assert (tmp_path / "0.log").read_text().splitlines() == [str(number) for number in range(20_000)]
 
 
+@pytest.mark.parametrize("script", ["launch.py", "replicas.py"])
+def test_whoever_has_stopped_reading_changes_no_exit_code(script: str):
+    """`| head`, or `| tee` after a Ctrl-C: Python flushes its streams at the end, fails, and ends with 120."""
+    read, write = os.pipe()
+    os.close(read)
+    command = [sys.executable, str(ROOT / "scripts" / script), "no such file.toml", "--groups", "2"]
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    with os.fdopen(write, "w") as nobody:
+        assert subprocess.run(command, stdout=nobody, stderr=nobody, env=env, check=False).returncode == 2
+
+
 class Leaves(Dies):
     """A group that ends after a signal, unless it is `deaf`."""
 
