@@ -16,7 +16,7 @@ $(sed -n '/^  --/p' "$root/ft/rpc/lighthouse_flags.py")
 
 Uses .venv if that has what a lighthouse needs, else creates .venv-lighthouse, without torch.
 Environment: PYTHON, PHAROS_VENV, PHAROS_NO_INSTALL, as in run_train.sh.
-Exit code: 0 after SIGTERM or Ctrl-C; 2 bad input; 1 other errors.
+Exit code: 0 after SIGTERM or Ctrl-C; 128 + n after a second signal n, which ends it at once; 2 bad input; 1 other errors.
 END
 }
 

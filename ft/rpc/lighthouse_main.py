@@ -1,7 +1,8 @@
 """The lighthouse's program: python ft/rpc/lighthouse_main.py --min_replicas 2 (or ./scripts/run_lighthouse.sh).
 
 Prints its address on stdout, then that of its dashboard if it has one; everything else goes to stderr. No torch here.
-Exit code: 0 after SIGTERM or SIGINT, 2 for bad input (one line), else 1. ft/compat/lighthouse.py runs `serve` in a thread.
+Exit code: 0 after SIGTERM or SIGINT, 128 + n after a second signal n, 2 for bad input (one line), else 1. ft/compat/lighthouse.py runs
+`serve` in a thread.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from ft.rpc.serving import Server
 from ft.rpc.state_file import StateFileWriter, Superseded, reserved
 from ft.rpc.stderr_log import log_to_stderr
 
+AGAIN_S = 2.0  # a signal that comes so long after the first one ends the process at once
 log = logging.getLogger("pharos.lighthouse")
 
 
@@ -47,9 +49,18 @@ def main(argv: Sequence[str]) -> int:
 
 
 async def _run(options: LighthouseOptions) -> None:
-    stop = asyncio.Event()
+    stop, loop, stopped_s = asyncio.Event(), asyncio.get_running_loop(), list[float]()
+
+    def on_signal(number: int) -> None:
+        """Stops, or ends the process at once: the end waits for a write of the state file, and its disk may hang."""
+        if not stop.is_set():
+            stopped_s.append(loop.time())
+            stop.set()
+        elif loop.time() - stopped_s[0] >= AGAIN_S:
+            os._exit(128 + number)
+
     for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+        loop.add_signal_handler(number, on_signal, number)
     async with AsyncExitStack() as stack:
         service, port = await stack.enter_async_context(serve(options))
         _say_where(options, port)

@@ -189,6 +189,35 @@ def test_a_stderr_that_nobody_reads_holds_up_no_call_and_no_end(tmp_path: Path):
         os.close(end)
 
 
+HANGS = """
+import sys, threading
+from ft.rpc import lighthouse_main
+from ft.rpc.state_file import StateFileWriter
+StateFileWriter.write_file = staticmethod(lambda *_: print("writes", flush=True) or threading.Event().wait())
+lighthouse_main.AGAIN_S = 0.0
+sys.exit(lighthouse_main.main(sys.argv[1:]))
+"""
+
+
+def test_a_second_signal_ends_one_whose_disk_hangs(tmp_path: Path):
+    flags = [*N, "--bind", "127.0.0.1:0", "--state_file", str(tmp_path / "state.json")]
+    with subprocess.Popen(
+        [sys.executable, "-c", HANGS, *flags], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    ) as process:
+        assert process.stdout
+        with closing(Wire(process.stdout.readline().strip())) as wire:
+            asked = wire.pharos(m.Call(m.Member("a:1")))
+            while process.stdout.readline() != "writes\n":  # the dashboard's address may come before
+                assert process.poll() is None
+            process.send_signal(signal.SIGTERM)
+            assert asked.exception(WAIT_S), "the server stops"
+        process.send_signal(signal.SIGINT)
+        try:
+            assert process.wait(20) == 128 + signal.SIGINT
+        finally:
+            process.kill()
+
+
 def test_its_state_is_where_runs_live(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
     flags = [*N, "--bind", "127.0.0.1:29510", "--http", "none"]
