@@ -99,7 +99,8 @@ def end_process(code: int) -> NoReturn:
     (SIGABRT), and which would visit all objects once more, 0.4 s with torch loaded. A stop signal that comes late ends it at once, with
     the same code: its launcher's would say that nothing was saved."""
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        signal.signal(number, lambda *_: os._exit(code))
+        if signal.getsignal(number) != signal.SIG_IGN:  # under nohup
+            signal.signal(number, lambda *_: os._exit(code))
     threading._shutdown()  # type: ignore[attr-defined]  # waits for non-daemon threads, as Python does
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):

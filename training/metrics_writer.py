@@ -95,9 +95,7 @@ class MetricsWriter:
         self._first_pending = 1  # number of the first row that this group has to write and has not written
         self._quorum: Quorum | None = None  # in which this group writes, as of the newest row; None: another one does
         self._reopen = self._close_requested = False
-        self._durable_until = self._synced_until = (
-            0  # numbers of the newest row that `sync` has named, and that is durable
-        )
+        self._durable_until = self._synced_until = 0  # number of the newest row: that `sync` has named, that is durable
         self._written_until = 0  # up to this step all rows are in the files, from any group: they may be dropped
         self.lost = 0  # rows of this group that were dropped unwritten, for lack of room
         self.sinks: Sinks | None = None  # the open files; used only in the background writer's thread
