@@ -155,8 +155,8 @@ class UserAllreduce:
         else:
             self._tensor.copy_(self._sum)
         self._written, self._version = True, _version(self._tensor)
-        if self._stream:
-            self._used = self._stream.record_event()
+        if self._streams:  # `finish` may be called on another stream than the constructor
+            self._used = self._streams.current_stream(self._tensor.device).record_event()
 
 
 def _version(tensor: Tensor) -> int:

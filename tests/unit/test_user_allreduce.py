@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -67,6 +70,44 @@ def test_a_wait_for_a_result_and_a_retry_wait_for_what_is_queued(monkeypatch: py
     assert one.work.wait() and queued.waits == 1
     one.launch(World(1).groups[0], 2, contributes=True)  # type: ignore[arg-type]
     assert queued.waits == 2
+
+
+class Streams:
+    """Device module whose streams are names; `waited`: (stream, stream of the event that it waits for)."""
+
+    def __init__(self) -> None:
+        self.current, self.waited = "call", list[tuple[str, str]]()
+
+    def current_stream(self, device: torch.device) -> Any:
+        name = self.current
+        wait_event = lambda event: self.waited.append((name, event))  # noqa: E731
+        return SimpleNamespace(name=name, record_event=lambda: name, wait_event=wait_event)
+
+    @contextmanager
+    def stream(self, stream: Any) -> Iterator[None]:
+        before, self.current = self.current, stream.name
+        yield
+        self.current = before
+
+    def device(self, device: torch.device) -> AbstractContextManager[None]:
+        return nullcontext()
+
+
+@pytest.mark.parametrize("is_retried", [False, True])
+def test_a_buffer_goes_to_another_stream_after_the_newest_write(monkeypatch: pytest.MonkeyPatch, is_retried: bool):
+    """The result of a retry is written on the stream of `finish`, that of the first attempt on the stream of the call."""
+    streams, value, pool = Streams(), torch.ones(2), BufferPool(shared=False)
+    for module in ("buckets", "user_allreduce"):
+        monkeypatch.setattr(f"ft.{module}.streams_of", lambda device: streams)
+    one = UserAllreduce(value, pool, mean=True, keep=True, after_buckets=False)
+    for _ in range(1 + is_retried):
+        one.launch(World(1).groups[0], 2, contributes=True)  # type: ignore[arg-type]
+        streams.current = "step"
+    one.finish()
+    one.forget()
+    streams.current = "next"
+    pool.take(value)
+    assert streams.waited == [("next", "step" if is_retried else "call")]
 
 
 def test_who_does_not_take_part_gives_zeros_and_gets_the_mean():
