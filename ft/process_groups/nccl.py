@@ -109,8 +109,9 @@ def form_nccl(
     options = backend_class.Options()
     options._timeout = NEVER
     options.config.blocking = 0
-    # The 32 streams of normal priority are used in turn: by FSDP's all-reduce, the other NCCL groups of this process, and healing. What is
-    # queued there behind an all-reduce that waits for a peer waits, too: a step's own collectives, or the very state that the peer needs.
+    # A device has 32 streams of each priority, used in turn, and what is queued behind an all-reduce that waits for a peer waits, too: at
+    # normal priority perhaps the very state that the peer needs. At high priority are only FSDP's gathers and reduce-scatters: a generation
+    # that shares a stream with them overlaps less with the backward.
     options.is_high_priority_stream = True
     os.environ.update(nonblocking_settings(rendezvous.limit_s))
     with _environment(CONSTRUCTOR_SETTINGS):

@@ -202,8 +202,8 @@ def test_who_never_comes_to_the_first_sum_is_told_within_the_rendezvous(fake: Fa
     group.shutdown(60.0)
 
 
-def test_the_stream_of_a_group_is_not_of_the_pool_that_others_take_in_turn(fake: FakeNccl, store: Callable[[str], str]):
-    """An all-reduce that waits for a peer would hold up what another user of the same stream has queued."""
+def test_the_stream_of_a_group_is_not_of_the_pool_that_healing_uses(fake: FakeNccl, store: Callable[[str], str]):
+    """An all-reduce that waits for a peer would hold up the state that is sent to this peer, if both had one stream."""
     fake.peers.set()
     in_process(fake, store("stream"))
     assert fake.options.is_high_priority_stream is True
