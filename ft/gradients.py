@@ -324,7 +324,7 @@ class Gradients:
                 for index in range(len(self._parameters) * self._copies):
                     self._gradient(index)  # the trainer may zero .grad before it adds more
                 step.is_kept = True
-            buffers = [buffer for user_allreduce in step.allreduces if (buffer := user_allreduce.abandon()) is not None]
+            buffers = [(buffer, each.used) for each in step.allreduces if (buffer := each.abandon()) is not None]
             if not self._keep and attempt.copied:
                 step.is_lost = True
                 self._drop_gradients()
@@ -333,9 +333,9 @@ class Gradients:
             if attempt.queue is not None:
                 attempt.queue.join()
             self._return_set(attempt.buffers)
-            for buffer in buffers:
+            for buffer, used in buffers:
                 assert self._buffers is not None
-                self._buffers.give(buffer)
+                self._buffers.give(buffer, used)
 
         return give_back
 

@@ -67,7 +67,7 @@ class UserAllreduce:
         self._version = _version(self._tensor)  # the tensor's version after our newest write, or at the beginning
         self._sum: Tensor | None = None  # buffer of the current attempt
         self._written = False
-        self._used: Any = None  # event after the newest write, the last use of the buffers
+        self.used: Any = None  # event after the newest write, the last use of the buffers; None: nothing is queued
         self._num_participants = 1
         self.work = QueuedWork("AllReduce", [tensor])
         self._streams = streams_of(tensor.device)
@@ -128,7 +128,7 @@ class UserAllreduce:
         """Returns the buffers to their pool, at the end of the step."""
         for buffer in (self.abandon(), self._original):
             if buffer is not None:
-                self._buffers.give(buffer, self._used)
+                self._buffers.give(buffer, self.used)
         self._original = None
 
     def _ended(self, complete: bool) -> None:
@@ -156,7 +156,7 @@ class UserAllreduce:
             self._tensor.copy_(self._sum)
         self._written, self._version = True, _version(self._tensor)
         if self._streams:  # `finish` may be called on another stream than the constructor
-            self._used = self._streams.current_stream(self._tensor.device).record_event()
+            self.used = self._streams.current_stream(self._tensor.device).record_event()
 
 
 def _version(tensor: Tensor) -> int:

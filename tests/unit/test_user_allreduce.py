@@ -110,6 +110,22 @@ def test_a_buffer_goes_to_another_stream_after_the_newest_write(monkeypatch: pyt
     assert streams.waited == [("next", "step" if is_retried else "call")]
 
 
+def test_a_buffer_of_an_attempt_that_failed_goes_to_another_stream_after_its_last_use(monkeypatch: pytest.MonkeyPatch):
+    """The reduction of the tensor was complete, and its write is queued on the stream of the call."""
+    streams, team, world = Streams(), members(2, nn.Identity), World(2, 1)
+    for module in ("buckets", "user_allreduce"):
+        monkeypatch.setattr(f"ft.{module}.streams_of", lambda device: streams)
+    for member, group in zip(team, world.groups, strict=True):
+        member.gradients.begin_attempt(group, 2)  # type: ignore[arg-type]
+        member.gradients.all_reduce(torch.ones(2))
+    for give_back in fail(team, world):
+        give_back()
+    streams.current = "next"
+    open_all(team)
+    finish(team)
+    assert streams.waited == [("next", "call")] * 2
+
+
 def test_who_does_not_take_part_gives_zeros_and_gets_the_mean():
     team, world = members(2, nn.Identity), World(2)
     tensors = [torch.tensor([2.0, 4.0]) for _ in team]
