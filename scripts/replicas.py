@@ -10,7 +10,6 @@ Prints the lines of all groups as they come, each with its group and rank; <run>
 from __future__ import annotations
 
 import argparse
-import math
 import os
 import secrets
 import select
@@ -55,8 +54,7 @@ if TYPE_CHECKING:
 
 POLL_S = 0.1
 LIGHTHOUSE_STOP_S = 5.0  # for the lighthouse to end, when the groups have
-# to the next try of a start for which the machine had no process, thread or descriptor, or of a stop that Slurm's controller did not take
-TRY_AGAIN_S = 10.0
+TRY_AGAIN_S = 10.0  # to the next try of a start for which the machine had no process, thread or descriptor
 ANY_PORT = "127.0.0.1:0"  # reachable only from this machine
 OPEN_FLAG = "--open"  # opens the dashboard in a browser
 CHECK_FLAG = "--check"  # only checks the settings, for run_replicas.sh before it installs the lighthouse
@@ -336,14 +334,12 @@ def run(
     stop_signals: list[tuple[int, float]],
     grace_s: float,
     stop: Sequence[str] = (),
-    stop_again_s: float = TRY_AGAIN_S,
 ) -> int:
     """Starts the groups and returns the exit code when all have ended; leaves no process. On the first of `stop_signals` they save and
-    leave, through the command `stop` if given, which is tried again until it succeeds; a second one SAME_SIGNAL_S or more later, or the end
-    of `grace_s`, kills them."""
+    leave, through the command `stop` if given; a second one SAME_SIGNAL_S or more later, or the end of `grace_s`, kills them."""
     raise_limit()  # a pipe and a log for each group
     parts: list[LighthouseSupervisor | ReplicaSupervisor] = [lighthouse, *groups]
-    stopping, stop_at_s = False, 0.0
+    stopping = False
     try:
         started = ", ".join(f"{group.name} ({group.try_to_start(time.monotonic())})" for group in groups)
         say(f"lighthouse at {lighthouse.address}; groups: {started}")
@@ -354,9 +350,13 @@ def run(
                     group.restarts = 0
                     if not stop:
                         group.send_signal(signal.SIGTERM)
-            if stopping and stop and time.monotonic() >= stop_at_s:
-                failed = subprocess.run(stop, check=False).returncode
-                stop_at_s = time.monotonic() + stop_again_s if failed else math.inf
+                if stop:
+                    try:
+                        failed = "" if (code := subprocess.run(stop, check=False).returncode) == 0 else how_ended(code)
+                    except OSError as error:
+                        failed = str(error)
+                    if failed:  # not tried again: groups that heard it all the same would end without saving
+                        say(f"{' '.join(stop)}: {failed}; perhaps the groups do not save")
             first_s = stop_signals[0][1] if stopping else 0.0
             again = [number for number, at_s in stop_signals if at_s >= first_s + SAME_SIGNAL_S]
             if stopping and (again or time.monotonic() > first_s + grace_s):

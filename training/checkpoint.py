@@ -17,7 +17,6 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
@@ -323,12 +322,16 @@ class Checkpointer:
             pinned = torch.accelerator.is_available() and self._config.async_mode == "async_with_pinned_mem"
             self._stager = StateDictStager(pin_memory=pinned)
             self._stage(self._stager)  # allocates the memory that later saves reuse
-            # CUDA begins each thread on device 0, where DCP's wait for a stream would create a context, in a different rank's memory
-            accelerator = torch.accelerator
-            index = accelerator.current_device_index() if accelerator.is_available() else None
-            begin = None if index is None else partial(accelerator.set_device_index, index)
-            self._background = ThreadPoolExecutor(1, thread_name_prefix="checkpoint-writer", initializer=begin)
-            self._background.submit(lambda: None).result()  # starts the thread now, not in the first save
+            self._background = ThreadPoolExecutor(1, thread_name_prefix="checkpoint-writer")
+            index = torch.accelerator.current_device_index() if torch.accelerator.is_available() else None
+
+            def begin() -> None:
+                """Puts the thread on this rank's device. CUDA begins each thread on device 0, where DCP's wait for a stream would create a
+                context, in another rank's memory."""
+                if index is not None:
+                    torch.accelerator.set_device_index(index)
+
+            self._background.submit(begin).result()  # starts the thread now, not in the first save
         return self._stager, self._background
 
     def _write(
