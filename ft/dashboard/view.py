@@ -235,8 +235,12 @@ class View:
             return "busy", "Waiting in a step", f"{named(late)} {verb} the others waiting in the all-reduce."
         if no_step_s := self._no_step_s():
             head = f"No step for {no_step_s:.0f} s"
-            # such as a validation: no fault within its limit, after which the group reports none
-            if lasting := {i: x.phase for i, x in self._service.reports.items() if x.phase_limit_s}:
+            reports = self._service.reports
+            # of live members, if there are any: else all groups begin again. The server of a stopped trainer repeats its last report
+            phases_of = {i: reports[i] for i in machine.quorum.ids if i in reports} or reports
+            if lasting := {
+                i: x.phase for i, x in phases_of.items() if x.phase_limit_s > no_step_s
+            }:  # such as a validation
                 phases = clean(" and ".join(sorted({*lasting.values()})), NOTE_TEXT)
                 return "busy", head, f"{named(lasting)}: {phases}, which may last longer than a step."
             return "bad", head, f"Reason of the newest quorum: {reason}."

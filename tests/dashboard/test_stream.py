@@ -124,7 +124,7 @@ def test_a_long_phase_is_no_fault_within_its_limit(job: Jobs):
         reader.until(lambda r: r.job["headline"].startswith("No step for "))
         assert reader.job["state"] == "busy"
         assert reader.job["reason"] == "0:a, 1:b and 2:c: validation, which may last longer than a step."
-        groups.beat(0)
+        one.feed.history.last_step_s -= 300  # as of a trainer that hangs in it, whose server repeats the report
         reader.until(lambda r: r.job["state"] == "bad")
 
 
