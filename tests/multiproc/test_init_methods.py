@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from parallelisms.distributed import CommConfig, launch_store, open_store, parse_init_method, why_unusable
 from tests.scripts.tiny_job import ROOT, python
-from tests.unit.fakes import set_cuda
+from tests.unit.fakes import set_device_module
 
 
 @pytest.mark.timeout(240)
@@ -118,9 +118,9 @@ def test_backends_that_cannot_be_used_are_told(monkeypatch: pytest.MonkeyPatch):
         monkeypatch.setattr(f"torch.distributed.is_{backend}_available", lambda: built)
 
     is_built_with("nccl", True)
-    set_cuda(monkeypatch, SimpleNamespace(is_available=lambda: False))
+    set_device_module(monkeypatch, SimpleNamespace(is_available=lambda: False))
     assert why_unusable("nccl") == "it needs a CUDA device, and there is none here"
-    set_cuda(monkeypatch, SimpleNamespace(is_available=lambda: True))
+    set_device_module(monkeypatch, SimpleNamespace(is_available=lambda: True))
     assert why_unusable("nccl") == why_unusable("gloo") == ""
     CommConfig(backend="gloo").check()
     for backend in ("nccl", "mpi"):

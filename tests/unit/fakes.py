@@ -57,9 +57,9 @@ def replace_system_call(monkeypatch: pytest.MonkeyPatch, name: str, function: An
     monkeypatch.setattr(os, name, function, raising=False)
 
 
-def set_cuda(monkeypatch: pytest.MonkeyPatch, cuda: Any) -> None:
-    """Replaces torch.cuda by `cuda`, as there is no other way to have a GPU."""
-    monkeypatch.setattr("torch.cuda", cuda)
+def set_device_module(monkeypatch: pytest.MonkeyPatch, fake: Any, *, name: str = "torch.cuda") -> None:
+    """Replaces a module of torch for devices, as there is no other way to have a GPU."""
+    monkeypatch.setattr(name, fake)
 
 
 def add_models(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -9,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from ft.buckets import IN_PLACE_BYTES, LAST_BUCKET_GRADIENT_BYTES, BucketLayout, GradBuffers
+from ft.buckets import IN_PLACE_BYTES, LAST_BUCKET_GRADIENT_BYTES, BucketLayout, dtensor_like
 
 CPU = torch.device("cpu")
 
@@ -69,9 +71,8 @@ def test_a_difference_has_a_name():
 def test_gradients_of_offloaded_parameters_are_the_memory_that_is_reduced():
     """The mesh is of another device than the shards, as with training.enable_cpu_offload."""
     mesh, shard = DeviceMesh("meta", [0], _init_backend=False, _rank=0), torch.ones(4, 3)
-    spec = DTensor.from_local(shard.to("meta"), mesh, [Shard(0)], run_check=False)._spec
-    parameter = nn.Parameter(DTensor(shard, spec, requires_grad=False))
-    buffers = GradBuffers(layout_of([shard]), [parameter], shared=False)
-    parameter.grad = buffers.gradients[0]
-    buffers.shards[0].fill_(2.0)  # the sum arrives
-    assert torch.equal(parameter.grad.to_local(), torch.full((4, 3), 2.0))
+    parameter = nn.Parameter(DTensor.from_local(shard.to("meta"), mesh, [Shard(0)], run_check=False))
+    gradient = cast(DTensor, dtensor_like(parameter, shard))
+    assert gradient.placements == parameter.placements
+    shard.fill_(2.0)  # the sum arrives
+    assert torch.equal(gradient.to_local(), torch.full((4, 3), 2.0))

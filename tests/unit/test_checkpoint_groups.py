@@ -6,6 +6,7 @@ import json
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ import torch
 from fsspec.implementations.memory import MemoryFileSystem
 
 from tests.unit.checkpoint_job import Job, Ledger, same, steps_in
+from tests.unit.fakes import set_device_module
 from training import checkpoint_files
 from training.checkpoint import CheckpointFailed
 from training.checkpoint_files import ROWS_STATE
@@ -167,8 +169,7 @@ def test_the_background_thread_is_on_this_ranks_device(tmp_path: Path, monkeypat
     }
     a = Group(tmp_path, 1, async_mode="async")
     a.train(2)
-    for name, fake in fakes.items():
-        monkeypatch.setattr(torch.accelerator, name, fake)
+    set_device_module(monkeypatch, SimpleNamespace(**vars(torch.accelerator) | fakes), name="torch.accelerator")
     a.checkpointer.save(2)
     a.checkpointer.close()
     [(name, index)] = set_on

@@ -18,7 +18,7 @@ from configs.errors import ConfigError, explained
 from configs.load import load
 from configs.schema import RunConfig
 from parallelisms.float8 import Float8Config
-from tests.unit.fakes import add_models, set_cuda, set_package
+from tests.unit.fakes import add_models, set_device_module, set_package
 
 TOML = """\
 [training]
@@ -228,7 +228,7 @@ def test_what_contradicts_itself(folder: Path, case: str) -> None:
 )
 def test_float8_needs_its_hardware(capability: tuple[int, int], has: str, monkeypatch: pytest.MonkeyPatch) -> None:
     cuda = SimpleNamespace(is_available=lambda: capability > (0, 0), get_device_capability=lambda *_: capability)
-    set_cuda(monkeypatch, cuda)
+    set_device_module(monkeypatch, cuda)
 
     def found(config: Float8Config, is_installed: bool = True) -> str:
         set_package(monkeypatch, "torchao", {} if is_installed else None)
@@ -248,7 +248,7 @@ def test_float8_needs_its_hardware(capability: tuple[int, int], has: str, monkey
 @pytest.fixture
 def float8(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The arguments that turn float8 on, and what it needs."""
-    set_cuda(monkeypatch, SimpleNamespace(is_available=lambda: True, get_device_capability=lambda *_: (9, 0)))
+    set_device_module(monkeypatch, SimpleNamespace(is_available=lambda: True, get_device_capability=lambda *_: (9, 0)))
     set_package(monkeypatch, "torchao", {})
     return ["--float8.enable"]
 

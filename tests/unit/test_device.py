@@ -17,7 +17,7 @@ from models.init import normal_
 from models.ops import aligns_last_rows
 from parallelisms.device import DEVICE_TRAITS, Device, local_device_type
 from parallelisms.loss import equal_chunks, fp32_addmm
-from tests.unit.fakes import set_cuda
+from tests.unit.fakes import set_device_module
 from training.config import TrainingConfig
 from training.loss import chunk_tokens
 
@@ -47,7 +47,7 @@ def test_the_devices_of_a_future_are_the_current_one_and_those_of_its_default(mo
         is_cuda, device = True, torch.device("cuda", 5)
 
     default = {"a": [torch.ones(1), torch.ones(1).as_subclass(OnDevice)], "b": 2}
-    set_cuda(
+    set_device_module(
         monkeypatch, SimpleNamespace(is_initialized=lambda: True, device_count=lambda: 8, current_device=lambda: 3)
     )
     assert future_devices(1) == [torch.device("cuda", 3)]

@@ -22,7 +22,7 @@ from ft.process_groups.errors import ProcessGroupError, RendezvousFailed
 from ft.process_groups.forming import Engine, Rendezvous
 from ft.process_groups.nccl import CONSTRUCTOR_SETTINGS, ProcessGroupNCCL, form_nccl, process_settings
 from ft.process_groups.store import serve
-from tests.unit.fakes import set_cuda
+from tests.unit.fakes import set_device_module
 
 HEADER = Path(torch.__file__).parent / "include/torch/csrc/distributed/c10d/ProcessGroupNCCL.hpp"
 SEEN = (*CONSTRUCTOR_SETTINGS, "TORCH_NCCL_NONBLOCKING_TIMEOUT")
@@ -103,7 +103,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeNccl]:
     for name in SEEN:
         monkeypatch.setenv(name, "before")
     cuda = SimpleNamespace(set_device=set_device, Stream=lambda device: None, stream=lambda stream: OnHost())
-    set_cuda(monkeypatch, cuda)
+    set_device_module(monkeypatch, cuda)
     yield fake
     fake.peers.set()
 

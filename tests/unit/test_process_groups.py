@@ -39,7 +39,7 @@ from ft.process_groups.gloo import GlooEngine, ProcessGroupGloo, form_gloo
 from ft.process_groups.nccl import ProcessGroupNCCL
 from ft.process_groups.store import StoreClient, parse, serve
 from ft.quantized import CollectiveQueue
-from tests.unit.fakes import replace_system_call, set_cuda
+from tests.unit.fakes import replace_system_call, set_device_module
 from tests.waiting import in_time
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
@@ -896,7 +896,7 @@ def test_a_group_of_a_gpu_is_of_the_device_of_the_thread_that_made_it(monkeypatc
         current_device=lambda: getattr(current, "device", 0),
         set_device=lambda number: in_force.append((threading.current_thread().name, number)),
     )
-    set_cuda(monkeypatch, cuda)
+    set_device_module(monkeypatch, cuda)
     assert [kind().device for kind in (ProcessGroupNCCL, ProcessGroupBabyNCCL)] == [3, 3]
     assert ProcessGroupNCCL(device=1).device == 1
     engine = ChildEngine(ChildWithoutProcess(), 3)  # type: ignore[arg-type]

@@ -17,7 +17,7 @@ from torch import Tensor
 from ft.gradients import Gradients
 from ft.process_groups.errors import Abandoned, ProcessGroupError
 from ft.quantized import BLOCK, LEVELS, CollectiveQueue, ErrorFeedback, dequantize, message_bytes, quantize
-from tests.unit.fakes import set_cuda
+from tests.unit.fakes import set_device_module
 from tests.unit.gradient_groups import Member, World, finish, linear, members, open_all
 from tests.waiting import in_time
 
@@ -195,7 +195,9 @@ def test_a_stream_that_cannot_be_made_fails_the_works(monkeypatch: pytest.Monkey
         raise RuntimeError("CUDA error: unspecified launch failure")
 
     now = SimpleNamespace(record_event=lambda: None)
-    set_cuda(monkeypatch, SimpleNamespace(is_available=lambda: False, current_stream=lambda device: now, Stream=stream))
+    set_device_module(
+        monkeypatch, SimpleNamespace(is_available=lambda: False, current_stream=lambda device: now, Stream=stream)
+    )
     lane = CollectiveQueue(World(1).groups[0])  # type: ignore[arg-type]
     tensor: Any = SimpleNamespace(device=torch.device("cuda", 0), is_cuda=False)
     works = [lane.allreduce([tensor]) for _ in range(2)]

@@ -14,6 +14,7 @@ from torch import nn
 from ft.buckets import BufferPool
 from ft.gradients import Gradients
 from ft.user_allreduce import UserAllreduce
+from tests.unit.fakes import set_device_module
 from tests.unit.gradient_groups import World, fail, finish, members, open_all
 
 
@@ -93,12 +94,18 @@ class Streams:
         return nullcontext()
 
 
-@pytest.mark.parametrize("is_retried", [False, True])
-def test_a_buffer_goes_to_another_stream_after_the_newest_write(monkeypatch: pytest.MonkeyPatch, is_retried: bool):
-    """The result of a retry is written on the stream of `finish`, that of the first attempt on the stream of the call."""
-    streams, value, pool = Streams(), torch.ones(2), BufferPool(shared=False)
+@pytest.fixture
+def streams(monkeypatch: pytest.MonkeyPatch) -> Streams:
+    fake = Streams()
     for module in ("buckets", "user_allreduce"):
-        monkeypatch.setattr(f"ft.{module}.streams_of", lambda device: streams)
+        set_device_module(monkeypatch, lambda device: fake, name=f"ft.{module}.streams_of")
+    return fake
+
+
+@pytest.mark.parametrize("is_retried", [False, True])
+def test_a_buffer_goes_to_another_stream_after_the_newest_write(streams: Streams, is_retried: bool):
+    """The result of a retry is written on the stream of `finish`, that of the first attempt on the stream of the call."""
+    value, pool = torch.ones(2), BufferPool(shared=False)
     one = UserAllreduce(value, pool, mean=True, keep=True, after_buckets=False)
     for _ in range(1 + is_retried):
         one.launch(World(1).groups[0], 2, contributes=True)  # type: ignore[arg-type]
@@ -110,11 +117,9 @@ def test_a_buffer_goes_to_another_stream_after_the_newest_write(monkeypatch: pyt
     assert streams.waited == [("next", "step" if is_retried else "call")]
 
 
-def test_a_buffer_of_an_attempt_that_failed_goes_to_another_stream_after_its_last_use(monkeypatch: pytest.MonkeyPatch):
+def test_a_buffer_of_an_attempt_that_failed_goes_to_another_stream_after_its_last_use(streams: Streams):
     """The reduction of the tensor was complete, and its write is queued on the stream of the call."""
-    streams, team, world = Streams(), members(2, nn.Identity), World(2, 1)
-    for module in ("buckets", "user_allreduce"):
-        monkeypatch.setattr(f"ft.{module}.streams_of", lambda device: streams)
+    team, world = members(2, nn.Identity), World(2, 1)
     for member, group in zip(team, world.groups, strict=True):
         member.gradients.begin_attempt(group, 2)  # type: ignore[arg-type]
         member.gradients.all_reduce(torch.ones(2))
