@@ -7,6 +7,7 @@ import re
 import select
 import signal
 import sys
+import threading
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from typing import NoReturn
 RESTARTS_WITHIN_S = 24 * 3600.0
 SHORT_RUN_S, MAX_SHORT_RUNS = 30.0, 6  # after this many short runs in a row nothing is restarted
 STOPPED_EARLY = 128 + signal.SIGTERM  # exit code of a group that a supervisor stops while no step is under way
+FLUSH_S = 1.0  # for the console to take the last lines of a launcher
 RESTART_S = 1.0  # delay before a restart; doubles with each consecutive short run
 LIFELINE = Path(__file__).resolve().parent / "lib" / "lifeline.py"
 
@@ -57,12 +59,21 @@ def open_closed_streams() -> None:
 
 def end_program(code: int) -> NoReturn:
     """Ends this program with `code`, also if the reader of its output has gone (`| head`, `| tee` after Ctrl-C): when Python's own flush at
-    the end fails, its code is 120."""
-    for stream in (sys.stdout, sys.stderr):
-        try:
-            stream.flush()
-        except OSError:  # noqa: PERF203 (of two streams)
-            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+    the end fails, its code is 120. Also if another thread waits for a console that takes nothing: the flush would wait for that thread."""
+
+    def flush() -> None:
+        for stream in (sys.stdout, sys.stderr):
+            try:
+                stream.flush()
+            except OSError:  # noqa: PERF203 (of two streams)
+                os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+    flushing = threading.Thread(target=flush, daemon=True)
+    with suppress(RuntimeError):  # no thread is left
+        flushing.start()
+        flushing.join(FLUSH_S)
+        if flushing.is_alive():
+            os._exit(code)
     sys.exit(code)
 
 

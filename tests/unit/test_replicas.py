@@ -324,6 +324,36 @@ def test_a_console_that_takes_nothing_stops_no_group(tmp_path: Path):
     assert (tmp_path / "0.log").read_text().splitlines() == [str(number) for number in range(20_000)]
 
 
+STUCK = """
+import io, os, sys, threading
+from scripts.launch_settings import end_program
+full, blocked = os.dup(1), threading.Event()
+os.set_blocking(full, False)
+try:
+    while True:
+        os.write(full, b"x" * 4096)
+except BlockingIOError:
+    os.set_blocking(full, True)
+
+class Blocks(io.FileIO):
+    def write(self, data):
+        blocked.set()
+        return super().write(data)
+
+sys.stdout = io.TextIOWrapper(io.BufferedWriter(Blocks(1, "w", closefd=False)))
+threading.Thread(target=lambda: print("a line", flush=True), daemon=True).start()
+assert blocked.wait(50)
+end_program(3)
+"""
+
+
+def test_a_launcher_ends_while_a_thread_waits_for_its_console():
+    read, write = os.pipe()
+    with os.fdopen(read), os.fdopen(write) as full:
+        done = subprocess.run([sys.executable, "-c", STUCK], cwd=ROOT, stdout=full, check=False, timeout=50)
+    assert done.returncode == 3
+
+
 @pytest.mark.parametrize("script", ["launch.py", "replicas.py"])
 def test_whoever_has_stopped_reading_changes_no_exit_code(script: str):
     """`| head`, or `| tee` after a Ctrl-C: Python flushes its streams at the end, fails, and ends with 120."""
