@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import argparse
 import os
+import queue
 import secrets
-import select
 import signal
 import subprocess
 import sys
@@ -29,7 +29,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:] = [str(ROOT), *(folder for folder in sys.path if folder != str(ROOT / "scripts"))]
 
 from ft.descriptors import raise_limit  # noqa: E402 (our packages first)
-from scripts.launch import LogFile, check, ranks_here, threads_per_rank  # noqa: E402
+from scripts.launch import LINES_KEPT, LogFile, check, ranks_here, threads_per_rank  # noqa: E402
 from scripts.launch_settings import (  # noqa: E402
     MAX_SHORT_RUNS,
     RESTARTS_WITHIN_S,
@@ -53,6 +53,7 @@ if TYPE_CHECKING:
     from configs.schema import RunConfig
 
 POLL_S = 0.1
+CONSOLE_S = 2.0  # for the console to take the last lines of a group
 LIGHTHOUSE_STOP_S = 5.0  # for the lighthouse to end, when the groups have
 TRY_AGAIN_S = 10.0  # to the next try of a start for which the machine had no process, thread or descriptor
 ANY_PORT = "127.0.0.1:0"  # reachable only from this machine
@@ -72,7 +73,6 @@ class ReplicaSupervisor:
     log: Path
     restarts: int  # within any RESTARTS_WITHIN_S
     shown: bool = True  # its output is copied to the console
-    console_s: float = 5.0  # longest wait until the console takes a line
     process: subprocess.Popen[str] | None = None
     code: int | None = None  # exit code once it is not restarted any more
     started_s: float = 0.0
@@ -106,18 +106,12 @@ class ReplicaSupervisor:
 
     def _show(self, lines: IO[str]) -> None:
         """Copies output line by line, so that lines of groups do not mix. Reads the pipe even if the disk is full, or the console takes
-        nothing for console_s (Ctrl-S, a connection that hangs): a group whose pipe is full waits in its log, which counts as a hang."""
-        limit_s = self.console_s
-        with lines, closing(LogFile(self.log)) as log:
+        nothing: a group whose pipe is full waits in its log, which counts as a hang."""
+        with lines, closing(LogFile(self.log)) as log, closing(Console(self.log)) as console:
             for line in lines:
                 log.write(line)
-                if self.shown and console_takes(limit_s):
-                    limit_s = self.console_s
-                    with suppress(OSError, ValueError):  # ValueError: a character that the encoding lacks
-                        sys.stdout.write(line)
-                        sys.stdout.flush()
-                elif self.shown:
-                    limit_s = 0.0  # the lines until then are only in the log
+                if self.shown:
+                    console.write(line)
 
     def poll(self, now_s: float) -> str:
         """Restarts the group if that is due. Returns a line for the user, or ""."""
@@ -191,14 +185,41 @@ class ReplicaSupervisor:
             self.output_thread.join(5)
 
 
-def console_takes(limit_s: float) -> bool:
-    """Waits until a write to standard output would not block. Returns False if it still would after limit_s."""
-    poll = select.poll()
-    try:
-        poll.register(sys.stdout, select.POLLOUT)
-    except (OSError, ValueError):  # no file
-        return True
-    return bool(poll.poll(1000 * limit_s))
+class Console:
+    """Standard output, written by a thread, since a write may block (Ctrl-S, a connection that hangs), on a terminal even if poll says that
+    it would not. Keeps LINES_KEPT lines; a further line says how many did not fit. `log`: the file that has all of them."""
+
+    def __init__(self, log: Path) -> None:
+        self._log, self._stream, self._missing = log, sys.stdout, 0
+        self._lines: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        with suppress(RuntimeError):  # no thread is left: the lines are only in the log
+            self._thread.start()
+
+    def write(self, line: str) -> None:
+        if self._lines.qsize() >= LINES_KEPT:
+            self._missing += 1
+            return
+        self._report_missing()
+        self._lines.put(line)
+
+    def close(self) -> None:
+        """Waits up to CONSOLE_S until the console has taken all lines."""
+        self._report_missing()
+        self._lines.put("")
+        if self._thread.is_alive():
+            self._thread.join(CONSOLE_S)
+
+    def _report_missing(self) -> None:
+        if self._missing:
+            self._lines.put(f"pharos: {self._missing} lines are missing here, and are in {self._log}\n")
+            self._missing = 0
+
+    def _run(self) -> None:
+        while line := self._lines.get():
+            with suppress(OSError, ValueError):  # ValueError: a character that the encoding lacks
+                self._stream.write(line)
+                self._stream.flush()
 
 
 class LighthouseSupervisor:

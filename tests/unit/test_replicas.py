@@ -28,12 +28,13 @@ from bench.drill_job import DevicePool
 from bench.job import until
 from ft.config import FaultTolerance
 from scripts.agent import Agent, LocalRanks, Output, rendezvous_id, run_ranks
-from scripts.launch import LogFile, cores_here
+from scripts.launch import LINES_KEPT, LogFile, cores_here
 from scripts.launch_settings import MAX_SHORT_RUNS, RESTARTS_WITHIN_S, SHORT_RUN_S, STOPPED_EARLY, LaunchSettings
 from scripts.replicas import (
     ENABLED,
     ROOT,
     TRY_AGAIN_S,
+    Console,
     LighthouseSupervisor,
     ReplicaSupervisor,
     assign_devices,
@@ -304,24 +305,41 @@ def test_a_line_that_comes_in_the_middle_of_another_stops_no_log(tmp_path: Path)
     assert path.read_text() == "step 1\nException ignored in a __del__\n"
 
 
-def test_a_console_that_takes_nothing_stops_no_group(tmp_path: Path):
+@pytest.mark.parametrize("kind", ["pipe", "terminal"])
+def test_a_console_that_takes_nothing_stops_no_group(tmp_path: Path, kind: str):
     """After Ctrl-S, or over a connection that hangs: the group would wait for room in its pipe, and its watchdog would end it."""
-    program = "for number in range(20_000): print(number)"
+    program = f"for number in range({2 * LINES_KEPT}): print(f'{{number:8}}')"
     one = ReplicaSupervisor("0", [sys.executable, "-c", program], {}, tmp_path / "0.log", restarts=0)
-    one.console_s = 0.01
-    read, write = os.pipe()
-    os.set_blocking(write, False)
-    with suppress(BlockingIOError):
-        while True:
-            os.write(write, b"x" * 4096)
-    os.set_blocking(write, True)
-    with redirect_stdout(os.fdopen(write, "w")), os.fdopen(read):
+    read, write = os.pipe() if kind == "pipe" else os.openpty()
+    with os.fdopen(read, "rb", 0), redirect_stdout(os.fdopen(write, "w")):
         try:
             one.start()
             assert one.process is not None and one.process.wait(30) == 0
         finally:
             one.end()
-    assert (tmp_path / "0.log").read_text().splitlines() == [str(number) for number in range(20_000)]
+    assert (tmp_path / "0.log").read_text().split() == [str(number) for number in range(2 * LINES_KEPT)]
+
+
+def test_a_console_that_takes_lines_again_gets_the_number_of_those_that_it_lacks():
+    is_stopped, takes, shown = threading.Event(), threading.Event(), list[str]()
+
+    class Stops(io.StringIO):
+        def write(self, text: str) -> int:
+            is_stopped.set()
+            assert takes.wait(50)
+            shown.append(text)
+            return len(text)
+
+    with redirect_stdout(Stops()):
+        console = Console(Path("0.log"))
+    console.write("0\n")
+    assert is_stopped.wait(50)
+    for number in range(1, LINES_KEPT + 3):  # the last two do not fit
+        console.write(f"{number}\n")
+    takes.set()
+    console.close()
+    lines = [f"{number}\n" for number in range(LINES_KEPT + 1)]
+    assert shown == [*lines, "pharos: 2 lines are missing here, and are in 0.log\n"]
 
 
 STUCK = """
