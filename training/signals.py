@@ -104,14 +104,15 @@ class Signals:
     def _say(self, message: str) -> None:
         """Logs in a separate thread: a full pipe may block the line, and the next signal must be read."""
         logger = threading.Thread(target=self._log, args=(message,), name="signals-log", daemon=True)
-        logger.start()
-        logger.join(LOG_JOIN_S)
+        with suppress(RuntimeError):  # no thread is left: what the line announces happens all the same
+            logger.start()
+            logger.join(LOG_JOIN_S)
 
     def _read(self) -> None:
         while numbers := self._reader.recv(64):
             for number in numbers:
                 if number in self._old_handlers:  # signals of other handlers are written here too
-                    # no thread is left for a line or a timer: the next signal must be read all the same
+                    # no thread is left for a timer, or for the callback: the next signal must be read all the same
                     with suppress(RuntimeError):
                         self.handle(number)
 

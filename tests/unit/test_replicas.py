@@ -759,6 +759,17 @@ def test_a_stop_while_no_rank_runs_says_whether_there_were_any(capsys: pytest.Ca
     ]
 
 
+def test_a_stop_before_any_rank_ends_the_launcher_where_no_thread_is_left_to_say_so(monkeypatch: pytest.MonkeyPatch):
+    def lacks(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    codes = list[int]()
+    with closing(LocalRanks(120.0, codes.append)) as ranks:
+        monkeypatch.setattr("threading.Thread.start", lacks)
+        ranks.handle(signal.SIGTERM)
+    assert codes == [128 + signal.SIGTERM]
+
+
 @pytest.mark.parametrize("code", [0, 1])
 def test_the_rendezvous_is_closed_only_after_a_failure(tmp_path: Path, caplog: pytest.LogCaptureFixture, code: int):
     """The node with the store may be gone after a success, and torch would print a stack trace."""
