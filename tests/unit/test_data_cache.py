@@ -8,6 +8,7 @@ import gzip
 import json
 import os
 import pickle
+import shutil
 import signal
 import subprocess
 import sys
@@ -369,6 +370,26 @@ def test_a_folder_that_another_process_has_just_finished_stays(
     assert open_small(config, Overtaken(cache)).key == key
     assert (cache / key).stat().st_ino == inodes[0]
     assert folders(cache) == [key]
+
+
+def test_a_damaged_folder_that_another_process_replaces_meanwhile_is_no_failure(
+    tmp_path: Path, corpus_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without locks: the other process, simulated, is done when this one has removed the damaged folder."""
+    cache, config, rmtree, calls = tmp_path / "cache", files_config(corpus_file), shutil.rmtree, list[Path]()
+    key = open_small(config, tmp_path / "elsewhere").key
+    (cache / key / "damaged").mkdir(parents=True)
+
+    def overtaken(path: Path, **options: Any) -> None:
+        rmtree(path, **options)
+        if path.name == key and not calls:
+            calls.append(path)
+            open_small(config, cache)
+
+    forbid_locks(monkeypatch)
+    monkeypatch.setattr("shutil.rmtree", overtaken)
+    assert open_small(config, cache).key == key
+    assert calls and folders(cache) == [key]
 
 
 @pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "a.jsonl.gz"])

@@ -231,13 +231,16 @@ class _Cache:
             )
             writer.finish(meta)
             final = self._folder / key
-            try:
-                temporary.rename(final)
-            except OSError:  # the folder is there: another process has finished first, or it is damaged
-                if self._open(key) is not None:
-                    return
-                shutil.rmtree(final, ignore_errors=True)
-                temporary.rename(final)
+            for is_last in (False, True):
+                try:
+                    temporary.rename(final)
+                    break
+                except OSError:  # the folder is there: another process has finished first, or it is damaged
+                    if self._open(key) is not None:
+                        return
+                    if is_last:
+                        raise
+                    shutil.rmtree(final, ignore_errors=True)
             sync_path(self._folder)
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
