@@ -185,9 +185,13 @@ class LogFile:
                 if self._file is None:
                     self._path.parent.mkdir(exist_ok=True)
                     self._file = self._path.open("ab", buffering=0)
-                pending = "".join(self._early).encode(errors="replace")
-                rest = pending[self._file.write(pending) :]
-                self._early = [rest.decode(errors="replace")] if rest else []
+                self._early, early = [], self._early  # a call in the middle of this one writes only its own line
+                try:
+                    pending = "".join(early).encode(errors="replace")
+                    rest = pending[self._file.write(pending) :]
+                    early = [rest.decode(errors="replace")] if rest else []
+                finally:
+                    self._early[:0] = early
             del self._early[:-LINES_KEPT]
 
     def close(self) -> None:

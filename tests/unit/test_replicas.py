@@ -305,6 +305,27 @@ def test_a_line_that_comes_in_the_middle_of_another_stops_no_log(tmp_path: Path)
     assert path.read_text() == "step 1\nException ignored in a __del__\n"
 
 
+def test_a_line_is_written_once_if_another_comes_in_the_middle_of_its_write(tmp_path: Path):
+    class Interrupted(io.FileIO):
+        has = False
+
+        def write(self, data: Any) -> int:
+            if not Interrupted.has:
+                Interrupted.has = True
+                log.write("Exception ignored in a __del__\n")
+            return super().write(data)
+
+    class OfLog(type(Path())):  # type: ignore[misc]
+        def open(self, *_: Any, **__: Any) -> Any:
+            return Interrupted(self, "ab")
+
+    log, path = LogFile(OfLog(tmp_path / "run" / "logs" / "rank0.log")), tmp_path / "run" / "logs" / "rank0.log"
+    (tmp_path / "run").mkdir()
+    log.write("step 1\n")
+    log.close()
+    assert path.read_text() == "Exception ignored in a __del__\nstep 1\n"
+
+
 @pytest.mark.parametrize("kind", ["pipe", "terminal"])
 def test_a_console_that_takes_nothing_stops_no_group(tmp_path: Path, kind: str):
     """After Ctrl-S, or over a connection that hangs: the group would wait for room in its pipe, and its watchdog would end it."""
