@@ -59,7 +59,11 @@ def open_closed_streams() -> None:
 
 def end_program(code: int) -> NoReturn:
     """Ends this program with `code`, also if the reader of its output has gone (`| head`, `| tee` after Ctrl-C): when Python's own flush at
-    the end fails, its code is 120. Also if another thread waits for a console that takes nothing: the flush would wait for that thread."""
+    the end fails, its code is 120. Also if another thread waits for a console that takes nothing: the flush would wait for that thread.
+    A stop signal that comes late ends it at once, with the same code, as in end_process of training/log.py."""
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        if signal.getsignal(number) != signal.SIG_IGN:  # under nohup
+            signal.signal(number, lambda *_: os._exit(code))
 
     def flush() -> None:
         for stream in (sys.stdout, sys.stderr):

@@ -393,6 +393,20 @@ def test_a_launcher_ends_while_a_thread_waits_for_its_console():
     assert done.returncode == 3
 
 
+STOPPED_LATE = """
+import atexit, os, signal
+from scripts.launch_settings import end_program, handle_early_stop
+handle_early_stop()
+atexit.register(os.kill, os.getpid(), signal.SIGTERM)
+end_program(0)
+"""
+
+
+def test_a_stop_signal_after_the_end_of_all_ranks_does_not_change_the_code_of_the_launcher():
+    done = subprocess.run([sys.executable, "-c", STOPPED_LATE], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 @pytest.mark.parametrize("script", ["launch.py", "replicas.py"])
 def test_whoever_has_stopped_reading_changes_no_exit_code(script: str):
     """`| head`, or `| tee` after a Ctrl-C: Python flushes its streams at the end, fails, and ends with 120."""
