@@ -231,7 +231,7 @@ class StoreWriter:
         digest = hashlib.sha256(json.dumps([identity, *map(asdict, self.shards)]).encode()).hexdigest()[:32]
         manifest = StoreManifest(self._settings, tuple(self.shards), digest)
         replace_file(self._folder / MANIFEST, json.dumps(asdict(manifest), indent=1).encode())
-        (self._folder / JOURNAL).unlink(missing_ok=True)  # without locks, a process that sees the manifest removes it, too
+        (self._folder / JOURNAL).unlink(missing_ok=True)  # without locks, one that sees the manifest removes it, too
         return manifest
 
     def close(self) -> None:
