@@ -47,7 +47,7 @@ from scripts.launch_settings import (  # noqa: E402
     under_lifeline,
     whole,
 )
-from training.signals import SAME_SIGNAL_S, stop_signals  # noqa: E402
+from training.signals import LOG_JOIN_S, SAME_SIGNAL_S, stop_signals  # noqa: E402
 
 if TYPE_CHECKING:
     from configs.schema import RunConfig
@@ -349,6 +349,17 @@ def lock_groups(folder: Path) -> ExitStack:
     return locks
 
 
+def say_briefly(text: str) -> None:
+    """Prints a line for the user. Waits LOG_JOIN_S at most for a console that takes nothing: groups must be restarted and stopped."""
+    saying = threading.Thread(target=say, args=(text,), daemon=True)
+    try:
+        saying.start()
+    except RuntimeError:  # no thread is left, which may be what the line says
+        say(text)
+    else:
+        saying.join(LOG_JOIN_S)
+
+
 def run(
     groups: Sequence[ReplicaSupervisor],
     lighthouse: LighthouseSupervisor,
@@ -363,7 +374,7 @@ def run(
     stopping = False
     try:
         started = ", ".join(f"{group.name} ({group.try_to_start(time.monotonic())})" for group in groups)
-        say(f"lighthouse at {lighthouse.address}; groups: {started}")
+        say_briefly(f"lighthouse at {lighthouse.address}; groups: {started}")
         while any(group.code is None for group in groups):
             if stop_signals and not stopping:
                 stopping = True
@@ -382,11 +393,11 @@ def run(
             again = [number for number, at_s in stop_signals if at_s >= first_s + SAME_SIGNAL_S]
             if stopping and (again or time.monotonic() > first_s + grace_s):
                 why = f"{signal.Signals(again[0]).name} again" if again else f"not saved within {grace_s:g} s"
-                say(f"{why}: killing the groups")
+                say_briefly(f"{why}: killing the groups")
                 return 1
             for part in parts:
                 if line := part.poll(time.monotonic()):
-                    say(line)
+                    say_briefly(line)
             if any(group.is_refused for group in groups):
                 return 2  # the message has been printed; if a group is refused later, the others go on
             time.sleep(POLL_S)

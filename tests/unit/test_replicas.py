@@ -475,6 +475,28 @@ class NoLighthouse:
     def close(self) -> None: ...
 
 
+def test_a_second_signal_kills_where_the_console_takes_nothing(tmp_path: Path):
+    takes, killed = threading.Event(), list[str]()
+
+    class Blocks(io.StringIO):
+        def write(self, _: str) -> int:
+            assert takes.wait(50)
+            return 0
+
+    class Deaf(Leaves):
+        deaf = True
+
+        def end(self) -> None:
+            killed.append(self.name)
+
+    one, now_s = Deaf("0", [], {}, tmp_path / "0.log", restarts=2), time.monotonic()
+    received = [(signal.SIGINT, now_s - 5.0), (signal.SIGINT, now_s)]
+    with redirect_stderr(Blocks()):
+        assert run([one], cast(Any, NoLighthouse()), cast(Any, received), grace_s=120.0) == 1
+    takes.set()
+    assert killed == ["0"]
+
+
 @pytest.mark.parametrize(
     ("seconds", "deaf", "code", "said"),
     [
