@@ -388,7 +388,7 @@ def run(
                     except OSError as error:
                         failed = str(error)
                     if failed:  # not tried again: groups that heard it all the same would end without saving
-                        say(f"{' '.join(stop)}: {failed}; perhaps the groups do not save")
+                        say_briefly(f"{' '.join(stop)}: {failed}; perhaps the groups do not save")
             first_s = stop_signals[0][1] if stopping else 0.0
             again = [number for number, at_s in stop_signals if at_s >= first_s + SAME_SIGNAL_S]
             if stopping and (again or time.monotonic() > first_s + grace_s):

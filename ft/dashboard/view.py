@@ -238,9 +238,8 @@ class View:
             reports = self._service.reports
             # of live members, if there are any: else all groups begin again. The server of a stopped trainer repeats its last report
             phases_of = {i: reports[i] for i in machine.quorum.ids if i in reports} or reports
-            if lasting := {
-                i: x.phase for i, x in phases_of.items() if x.phase_limit_s > no_step_s
-            }:  # such as a validation
+            lasting = {i: x.phase for i, x in phases_of.items() if x.phase_limit_s > no_step_s}  # such as a validation
+            if lasting:
                 phases = clean(" and ".join(sorted({*lasting.values()})), NOTE_TEXT)
                 return "busy", head, f"{named(lasting)}: {phases}, which may last longer than a step."
             return "bad", head, f"Reason of the newest quorum: {reason}."
