@@ -110,7 +110,7 @@ threading.Event().wait(50)
 
 
 def test_a_second_stop_signal_ends_at_once_where_nobody_reads_what_it_says() -> None:
-    """As in `run_train.sh CONFIG 2>&1 | tee log`: the first Ctrl-C ends tee."""
+    """Standard error is a pipe without a reader, as in `run_train.sh CONFIG 2>&1 | tee log` after the first Ctrl-C."""
     read, write = os.pipe()
     os.close(read)
     try:
