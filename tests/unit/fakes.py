@@ -53,8 +53,8 @@ def forbid_locks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def replace_system_call(monkeypatch: pytest.MonkeyPatch, name: str, function: Any) -> None:
-    """Replaces os.`name`, since no file system and kernel here refuses it."""
-    monkeypatch.setattr(os, name, function, raising=False)
+    """Replaces os.`name`, or a function with its module, since no file system and kernel here refuses it."""
+    monkeypatch.setattr(name if "." in name else f"os.{name}", function, raising=False)
 
 
 def set_device_module(monkeypatch: pytest.MonkeyPatch, fake: Any, *, name: str = "torch.cuda") -> None:

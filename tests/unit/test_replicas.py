@@ -45,6 +45,7 @@ from scripts.replicas import (
     run,
     visible_devices,
 )
+from tests.unit.fakes import replace_system_call
 from training.durable_files import RunLock
 
 
@@ -822,7 +823,7 @@ def test_a_stop_before_any_rank_ends_the_launcher_where_no_thread_is_left_to_say
 
     codes = list[int]()
     with closing(LocalRanks(120.0, codes.append)) as ranks:
-        monkeypatch.setattr("threading.Thread.start", lacks)
+        replace_system_call(monkeypatch, "threading.Thread.start", lacks)
         ranks.handle(signal.SIGTERM)
     assert codes == [128 + signal.SIGTERM]
 
